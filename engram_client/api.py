@@ -1,0 +1,147 @@
+"""The Python signatures of the client, as types: what an engine may rely on.
+
+`engram_client.connect` returns a `Client`. These are protocols so that engines and tests can put a fake in
+place; tests/unit/test_contracts.py checks that the real classes have exactly these signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+from engram_client.identity import TableIdentity
+from engram_client.protocol import Progress, ResolvedOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+Tokens = Literal["same", "own"]
+"""Whose tokens the ids are: every rank passes equal ids, or each rank passes its own."""
+
+
+class Table(Protocol):
+    """One table as this rank reads it; from `client.table(layer_id)`."""
+
+    @property
+    def layer_id(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Rows of each hash column, in column order."""
+        ...
+
+    @property
+    def identity(self) -> TableIdentity: ...
+
+    @property
+    def invalid_ids(self) -> int:
+        """How many ids this table has counted as invalid since it was attached."""
+        ...
+
+    def lookup(
+        self,
+        ids: Tensor,
+        out: Tensor | None = None,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Rows of `ids`, dequantised: bfloat16 `[*ids.shape, 256]`, in `out` when given.
+
+        ids: int32 or int64, any shape, on the client's device. Negative ids are padding and give zero rows.
+        Ids past the end give zero rows and are counted; a strict client raises. hashed=True: ids are
+        `[..., 24]` as the hasher makes them, so that column paths may be used, and an id outside its
+        column's range is invalid (0 in any column is not counted: idle batches send it).
+        out: contiguous bfloat16 of that shape on that device; nothing is allocated then.
+        tokens, counts: with replication none, whose tokens these are (`Tokens`); counts is the number of
+        tokens (rows of ids' first dimension) of every rank, exchanged when not given.
+
+        A collective where shards are assembled by one: every rank of the group calls it, those without
+        tokens too.
+
+        Raises IdsDtypeInvalid, IdsDeviceInvalid, IdsShapeInvalid, OutInvalid, CountsInvalid, InvalidIds
+        (strict), ClientClosed or ForkedClient.
+        """
+        ...
+
+
+class Client(Protocol):
+    """An attached rank: mapped tables and the lease on them. A context manager."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def options(self) -> ResolvedOptions:
+        """What the daemon resolved: placement, replication, lookup."""
+        ...
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def server_alive(self) -> bool:
+        """Whether the daemon that gave the lease still lives. The tables stay readable when it does not."""
+        ...
+
+    def table(self, layer_id: int) -> Table:
+        """The table that backbone layer `layer_id` reads. Raises UnknownLayer or ClientClosed."""
+        ...
+
+    def close(self) -> None:
+        """Unmaps the tables and ends the lease. Closing twice is harmless."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Connect(Protocol):
+    """The signature of `engram_client.connect`."""
+
+    def __call__(
+        self,
+        endpoint: str = ...,
+        *,
+        rank: int,
+        world_size: int,
+        device: str = "cpu",
+        group: ProcessGroup | None = None,
+        timeout: float = 60.0,
+        layers: Sequence[int] | None = None,
+        identity: Mapping[int, TableIdentity | str] | None = None,
+        strict: bool = False,
+        handover: str | None = None,
+        name: str | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Client:
+        """Attaches to the daemon at `endpoint` and maps its tables.
+
+        rank, world_size: this process's place in its tensor-parallel group; they select shards.
+        device: "cpu", where lookups run on the CPU.
+        group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size.
+        timeout: seconds to wait for the socket and for the tables; 0 fails at once.
+        layers: backbone layer ids to map; None = all.
+        identity: tables demanded, by layer id: a TableIdentity, or the root's 32 hex digits.
+        strict: invalid ids raise InvalidIds instead of giving zero rows.
+        handover: path of the descriptor socket, where the daemon was configured with one.
+        name: shown in `engram-ctl status`; None = the program's name.
+        on_progress: called with every Progress while the daemon loads.
+
+        Raises NoServer, ServerRefused, AccessDenied, ProtocolMismatch, ConnectTimeout, TransferCut,
+        LoadFailed, ServerDraining, IdentityMismatch, TpSizeMismatch, RankInvalid, UnknownLayer,
+        TooManyClients, MapFailed or GroupInvalid.
+        """
+        ...

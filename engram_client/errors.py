@@ -1,0 +1,555 @@
+"""Every failure that a user can meet, one class each, with typed fields instead of prose.
+
+A class states three things in `template`: what happened, what was expected, what to do. The daemon sends an
+error as its class name and fields; the client rebuilds the same class from them (`to_wire`, `from_wire`).
+`exit_code` is what `engram-server` and `engram-ctl` end with when the error ends them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, dataclass_transform
+
+import msgspec
+
+EXIT_OK = 0
+EXIT_OTHER = 1
+EXIT_CONFIG = 2
+EXIT_RESOURCES = 3
+EXIT_CHECKPOINT = 4
+EXIT_ALREADY_RUNNING = 5
+
+BY_CODE: dict[str, type[EngramError]] = {}
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False)
+class EngramError(Exception):
+    """The root of all errors of this project."""
+
+    template: ClassVar[str] = ""
+    exit_code: ClassVar[int] = EXIT_OTHER
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(cls, eq=False, kw_only=True, repr=False)
+        BY_CODE[cls.__name__] = cls
+
+    @property
+    def code(self) -> str:
+        """The name the error has on the wire: its class's name."""
+        return type(self).__name__
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return self.template.format(**self.fields)
+
+    def __repr__(self) -> str:
+        return f"{self.code}({', '.join(f'{name}={value!r}' for name, value in self.fields.items())})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.fields)
+
+
+def _rebuild(kind: type[EngramError], fields: dict[str, Any]) -> EngramError:
+    return kind(**fields)
+
+
+def to_wire(error: EngramError) -> tuple[str, dict[str, Any]]:
+    """The error as a code and a map of fields that any msgpack reader understands."""
+    return error.code, msgspec.to_builtins(error.fields)
+
+
+def from_wire(code: str, fields: dict[str, Any]) -> EngramError:
+    """The error that `to_wire` took apart; `UnknownError` when this version does not know the code, or
+    knows it with other fields."""
+    kind = BY_CODE.get(code)
+    if kind is not None:
+        try:
+            known = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+            shape = msgspec.defstruct(code, list(known), forbid_unknown_fields=True)
+            msgspec.convert(fields, shape)
+            return kind(**fields)
+        except (msgspec.ValidationError, TypeError):
+            pass
+    return UnknownError(remote_code=code, remote_fields=fields)
+
+
+class UnknownError(EngramError):
+    """The daemon reported a failure that this version of the client does not know."""
+
+    template = "the daemon reported {remote_code} {remote_fields}; this client does not know it: update the client"
+    remote_code: str
+    remote_fields: dict[str, Any]
+
+
+class InternalError(EngramError):
+    """A fault of ours: one request failed, the daemon goes on."""
+
+    template = "internal error while {doing}: {problem}; this is a bug, please report it with the daemon's log"
+    doing: str
+    problem: str
+
+
+# Configuration: exit code 2
+
+
+class ConfigError(EngramError):
+    """Base of what is wrong with a configuration."""
+
+    exit_code = EXIT_CONFIG
+
+
+class ConfigUnreadable(ConfigError):
+    template = "cannot read the configuration {path}: {problem}; check the path and its permissions"
+    path: str
+    problem: str
+
+
+class ConfigNotJson(ConfigError):
+    template = "{where} is not JSON: {problem} (line {line}, column {column})"
+    where: str
+    problem: str
+    line: int
+    column: int
+
+
+class ConfigInvalid(ConfigError):
+    """A key is unknown, or its value has the wrong type or is not allowed."""
+
+    template = "{where}: {path}: {problem}; allowed: {allowed}"
+    where: str
+    path: str
+    problem: str
+    allowed: str
+
+
+class ConfigContradiction(ConfigError):
+    """Each value is allowed, their combination is not."""
+
+    template = "{keys} contradict each other: {reason}; {remedy}"
+    keys: str
+    reason: str
+    remedy: str
+
+
+class NoGpu(ConfigError):
+    template = (
+        'placement "gpu" needs a GPU and this machine has none ({problem}); '
+        'to serve the tables from host memory set "engram_config": {{"placement": "cpu"}}'
+    )
+    problem: str
+
+
+class Unsupported(ConfigError):
+    """The configuration is sound, but this version of the daemon cannot do it."""
+
+    template = "{feature} is not supported by this version: {reason}; {remedy}"
+    feature: str
+    reason: str
+    remedy: str
+
+
+class SocketPathInvalid(ConfigError):
+    template = "socket path {path!r}: {problem}; use a path of at most {limit} bytes in a folder of its own"
+    path: str
+    problem: str
+    limit: int
+
+
+# Resources: exit code 3
+
+
+class ResourceError(EngramError):
+    """Base of what the machine does not have enough of."""
+
+    exit_code = EXIT_RESOURCES
+
+
+class NotEnoughMemory(ResourceError):
+    template = (
+        "the tables need {needed} bytes of host memory, {available} are available ({source}); free memory, raise "
+        'the limit, or set host.memory_check to "warn" where the machine grows its memory on demand'
+    )
+    needed: int
+    available: int
+    source: str
+
+
+class NotEnoughSpace(ResourceError):
+    """A memory file system (/dev/shm, tmpfs, hugetlbfs) is too small or too full."""
+
+    template = (
+        "{path} has {available} bytes free and the tables need {needed}; enlarge it (for a container: its shm size "
+        'or a memory emptyDir), empty it, or set host.backing to "memfd"'
+    )
+    path: str
+    needed: int
+    available: int
+
+
+class NotEnoughHugePages(ResourceError):
+    template = (
+        "{needed} bytes of huge pages are needed and {available} are free; raise vm.nr_hugepages, "
+        'or set host.huge_pages to "auto"'
+    )
+    needed: int
+    available: int
+
+
+class BackingUnavailable(ResourceError):
+    template = "backing {backing} cannot be used here: {problem}; {remedy}"
+    backing: str
+    problem: str
+    remedy: str
+
+
+class AllocationFailed(ResourceError):
+    """Memory that the plan had found free could not be had when it was touched."""
+
+    template = (
+        "allocating {needed} bytes of {backing} memory failed: {problem}; "
+        "something else took the memory meanwhile, or a limit is lower than it looks"
+    )
+    backing: str
+    needed: int
+    problem: str
+
+
+class LoaderDied(ResourceError):
+    """The loader child ended without a word; it is the first that a short machine kills."""
+
+    template = "the loader was ended by {how} while {doing}; if by SIGKILL, the machine ran short of memory (see dmesg)"
+    how: str
+    doing: str
+
+
+class SocketUnavailable(ResourceError):
+    template = "cannot make the socket {path}: {problem}; check that the folder can be written and is on a local disk"
+    path: str
+    problem: str
+
+
+# Checkpoint: exit code 4
+
+
+class CheckpointError(EngramError):
+    """Base of what is wrong with a checkpoint."""
+
+    exit_code = EXIT_CHECKPOINT
+
+
+class CheckpointNotFound(CheckpointError):
+    template = "{path}: {problem}; model_path is the folder with config.json and the safetensors files"
+    path: str
+    problem: str
+
+
+class CheckpointConfigInvalid(CheckpointError):
+    template = "{path}: {problem}; expected the config.json of a DeepSeek-V4.1 checkpoint"
+    path: str
+    problem: str
+
+
+class NoEngramLayers(CheckpointError):
+    template = "{path} (model_type {model_type}) has no Engram layers; a DeepSeek-V4.1 checkpoint is needed"
+    path: str
+    model_type: str
+
+
+class IndexInvalid(CheckpointError):
+    template = "{path}: {problem}; the index is damaged, copy it again"
+    path: str
+    problem: str
+
+
+class MissingTensor(CheckpointError):
+    template = "tensor {tensor} is not in {path}; the checkpoint is incomplete"
+    tensor: str
+    path: str
+
+
+class MissingFile(CheckpointError):
+    template = "{path} is missing and holds {tensor}; the download is incomplete"
+    path: str
+    tensor: str
+
+
+class DanglingSymlink(CheckpointError):
+    template = "{path} is a symlink to {target}, which does not exist; the snapshot is incomplete, fetch it again"
+    path: str
+    target: str
+
+
+class HeaderInvalid(CheckpointError):
+    template = "{path} has no valid safetensors header: {problem}; the file is damaged, copy it again"
+    path: str
+    problem: str
+
+
+class TruncatedFile(CheckpointError):
+    template = "{path} ends at byte {size} and its header promises {expected}; the copy was cut, copy it again"
+    path: str
+    size: int
+    expected: int
+
+
+class OverlappingTensors(CheckpointError):
+    template = "{path}: {first} and {second} claim the same bytes; the file is damaged, copy it again"
+    path: str
+    first: str
+    second: str
+
+
+class WrongDtype(CheckpointError):
+    template = "{tensor} in {path} is {found}, expected {expected}; this is not an FP8 Engram table"
+    tensor: str
+    path: str
+    expected: str
+    found: str
+
+
+class WrongShape(CheckpointError):
+    template = "{tensor} in {path} has shape {found}, expected {expected}"
+    tensor: str
+    path: str
+    expected: str
+    found: str
+
+
+class RowCountMismatch(CheckpointError):
+    template = "{where} is {found}, and the prime layout of this configuration gives {expected} rows"
+    where: str
+    expected: int
+    found: int
+
+
+class ReadFailed(CheckpointError):
+    template = "reading {path} at byte {offset} failed: {problem}; check the disk or file system, then start again"
+    path: str
+    offset: int
+    problem: str
+
+
+class DigestMismatch(CheckpointError):
+    """Memory does not hold what was read into it."""
+
+    template = (
+        "segment {segment}, rows {row_start} to {row_stop}: digest {found}, expected {expected}; "
+        "the memory was changed or is faulty: restart the daemon to load again, and check the machine's ECC log"
+    )
+    segment: str
+    row_start: int
+    row_stop: int
+    expected: str
+    found: str
+
+
+# Another daemon: exit code 5
+
+
+class AlreadyRunning(EngramError):
+    template = "a daemon (pid {pid}) already serves {endpoint}; stop it first, or give this one another endpoint"
+    exit_code = EXIT_ALREADY_RUNNING
+    endpoint: str
+    pid: int
+
+
+# Connecting and attaching
+
+
+class ConnectError(EngramError):
+    """Base of what can go wrong between a client and the daemon."""
+
+
+class NoServer(ConnectError):
+    template = "nothing is at {path}: no daemon was started there, or the socket folder is not mounted here"
+    path: str
+
+
+class ServerRefused(ConnectError):
+    template = "{path} is there but nobody listens: the daemon died or is not up yet; start engram-server"
+    path: str
+
+
+class AccessDenied(ConnectError):
+    template = (
+        "uid {uid} may not use {path}: {problem}; run as the daemon's user, or add the uid to control.uids "
+        "(or the gid to control.gids) and widen control.mode"
+    )
+    path: str
+    uid: int
+    problem: str
+
+
+class ProtocolMismatch(ConnectError):
+    template = "the client speaks protocol {client} and the daemon {server}; update the older of the two"
+    client: int
+    server: int
+
+
+class ConnectTimeout(ConnectError):
+    template = "no answer within {timeout_s} s while {doing}; last cause: {cause}"
+    timeout_s: float
+    doing: str
+    cause: str
+
+
+class TransferCut(ConnectError):
+    template = "the connection ended while {doing}; the daemon stopped or crashed: see its log, then attach again"
+    doing: str
+
+
+class ServerGone(ConnectError):
+    template = "the daemon behind this lease is gone; the mapped tables stay readable, attach again for a new lease"
+
+
+class ServerDraining(ConnectError):
+    template = "the daemon is shutting down and takes no new clients; wait for the next one"
+
+
+class LoadFailed(ConnectError):
+    """The daemon could not load its tables; `cause` is its own error as a sentence."""
+
+    template = "the daemon could not load its tables: {cause_code}: {cause}"
+    cause_code: str
+    cause: str
+
+
+class IdentityMismatch(ConnectError):
+    template = "layer {layer_id} is not the table demanded: {differing} differ (demanded {demanded}, served {served})"
+    layer_id: int
+    differing: list[str]
+    demanded: dict[str, Any]
+    served: dict[str, Any]
+
+
+class TpSizeMismatch(ConnectError):
+    template = (
+        "the client's world_size is {client} and the daemon splits its tables over tp_size {server}; "
+        'start them with equal sizes, or use "replication": "per_node", which any world_size may attach'
+    )
+    client: int
+    server: int
+
+
+class RankInvalid(ConnectError):
+    template = "rank {rank} is not in [0, {world_size})"
+    rank: int
+    world_size: int
+
+
+class UnknownLayer(ConnectError):
+    template = "layer {layer_id} has no table here; the daemon serves layers {served}"
+    layer_id: int
+    served: list[int]
+
+
+class TicketInvalid(ConnectError):
+    template = "the ticket is unknown, used or expired; attach again"
+
+
+class TooManyClients(ConnectError):
+    template = "the daemon already has {limit} {what}; detach some clients"
+    what: str
+    limit: int
+
+
+class MapFailed(ConnectError):
+    template = "mapping segment {segment} ({nbytes} bytes) failed: {problem}"
+    segment: str
+    nbytes: int
+    problem: str
+
+
+# Messages
+
+
+class MessageError(EngramError):
+    """Base of what is wrong with a message."""
+
+
+class MalformedMessage(MessageError):
+    template = "the message cannot be read: {problem}"
+    problem: str
+
+
+class UnknownMessage(MessageError):
+    template = "no message is called {name!r}"
+    name: str
+
+
+class FrameTooLarge(MessageError):
+    template = "a message of {size} bytes exceeds the limit of {limit}"
+    size: int
+    limit: int
+
+
+class NotAllowedNow(MessageError):
+    template = "{request} is not possible while the daemon is {state}"
+    request: str
+    state: str
+
+
+# Using a table
+
+
+class UseError(EngramError):
+    """Base of wrong use of an attached client."""
+
+
+class ClientClosed(UseError):
+    template = "{what} was used after close()"
+    what: str
+
+
+class ForkedClient(UseError):
+    template = "this client was opened by pid {owner} before a fork; connect again in the child"
+    owner: int
+
+
+class IdsDtypeInvalid(UseError):
+    template = "ids are {found}; int32 or int64 is needed"
+    found: str
+
+
+class IdsDeviceInvalid(UseError):
+    template = "ids are on {found} and the client reads on {expected}"
+    found: str
+    expected: str
+
+
+class IdsShapeInvalid(UseError):
+    template = "ids have shape {found}; expected {expected}"
+    found: str
+    expected: str
+
+
+class OutInvalid(UseError):
+    template = "out is {found}; expected {expected}"
+    found: str
+    expected: str
+
+
+class InvalidIds(UseError):
+    """Strict mode: ids outside the table, or with hashed=True outside their column."""
+
+    template = "{count} ids of layer {layer_id} name no row (first: {first} at position {position}); check the hasher"
+    layer_id: int
+    count: int
+    first: int
+    position: int
+
+
+class GroupInvalid(UseError):
+    template = "the process group has {found} ranks and this client is rank {rank} of {world_size}"
+    found: int
+    rank: int
+    world_size: int
+
+
+class CountsInvalid(UseError):
+    template = "counts {found} do not fit: expected {expected}"
+    found: str
+    expected: str

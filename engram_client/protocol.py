@@ -1,0 +1,369 @@
+"""The messages between daemon and clients, their codec and limits. No sockets here.
+
+One codec serves both sides and both sockets. A frame is a msgpack map `{"v", "id", "body"}`; the body is a
+map whose "type" names the message. Unknown fields, unknown types, wrong types and oversized frames are
+refused. `v` is read first, so that two versions tell each other what they are instead of failing to parse.
+
+    control socket (ZeroMQ)         Status -> StatusReply;  Attach -> Progress* -> Attached;  any -> Failed
+    handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors;  any -> Failed
+
+The handover connection is opened first and, once its tickets are redeemed, is the client's lease: the kernel
+closes it when the client dies.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Any, Final, TypeVar
+
+import msgpack
+import msgspec
+
+from engram_client.errors import (
+    EngramError,
+    FrameTooLarge,
+    MalformedMessage,
+    ProtocolMismatch,
+    SocketPathInvalid,
+    UnknownMessage,
+    from_wire,
+    to_wire,
+)
+from engram_client.identity import TableIdentity
+from engram_client.layout import RowFormat, Shard, TableGeometry
+
+PROTOCOL_VERSION: Final = 1
+MAX_REQUEST_BYTES: Final = 64 << 10
+MAX_REPLY_BYTES: Final = 1 << 20
+MAX_HANDOVER_BYTES: Final = 64 << 10
+MAX_FDS_PER_MESSAGE: Final = 253
+"""SCM_MAX_FD of the Linux kernel: one more is EINVAL."""
+MAX_SOCKET_PATH: Final = 107
+"""sun_path has 108 bytes, the last a NUL."""
+TICKET_BYTES: Final = 32
+TICKET_LIFETIME_S: Final = 10.0
+DEFAULT_ENDPOINT: Final = "ipc:///run/engram/control.sock"
+
+
+class Placement(enum.StrEnum):
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class Replication(enum.StrEnum):
+    NONE = "none"
+    PER_NODE = "per_node"
+
+
+class Lookup(enum.StrEnum):
+    COLLECTIVE = "collective"
+    PEER_READ = "peer_read"
+
+
+class Backing(enum.StrEnum):
+    MEMFD = "memfd"
+    POSIX_SHM = "posix_shm"
+    FILE = "file"
+    CUDA_HOST = "cuda_host"
+    CUDA_DEVICE = "cuda_device"
+
+
+class State(enum.StrEnum):
+    """What the daemon is doing; the transitions are in `engram_server/service.py`."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+def ipc_path(endpoint: str) -> str:
+    """The file-system path of an `ipc://` endpoint.
+
+    Raises SocketPathInvalid for another transport, an abstract name, a relative path or one too long.
+    """
+    scheme, _, path = endpoint.partition("://")
+    problem = None
+    if scheme != "ipc":
+        problem = "the control endpoint must start with ipc://"
+    elif path.startswith("@"):
+        problem = "abstract names have no permissions and are refused"
+    elif not path.startswith("/"):
+        problem = "the path must be absolute"
+    elif "\0" in path:
+        problem = "the path has a NUL byte"
+    if problem:
+        raise SocketPathInvalid(path=endpoint, problem=problem, limit=MAX_SOCKET_PATH)
+    return check_socket_path(path)
+
+
+def check_socket_path(path: str) -> str:
+    """`path` itself; raises SocketPathInvalid when the kernel could not bind it."""
+    if len(path.encode()) > MAX_SOCKET_PATH:
+        raise SocketPathInvalid(path=path, problem=f"has {len(path.encode())} bytes", limit=MAX_SOCKET_PATH)
+    return path
+
+
+def handover_path(endpoint: str, configured: str | None = None) -> str:
+    """Where the descriptor socket is: as configured, else beside the control socket, by this rule."""
+    return check_socket_path(configured if configured is not None else ipc_path(endpoint) + ".handover")
+
+
+def endpoint_tag(endpoint: str) -> str:
+    """A short name for an endpoint: 12 hex digits that mark the named segments of its daemon."""
+    return hashlib.sha256(ipc_path(endpoint).encode()).hexdigest()[:12]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    pass
+
+
+# Parts of messages
+
+
+class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One segment: which rows it holds, how, and in what memory. `id` is unique within a daemon's life."""
+
+    id: str
+    layer_id: int
+    shard: Shard
+    rank: int | None
+    """The rank whose shard it is; None where it is the whole table."""
+    nbytes: int
+    """Bytes of memory, a multiple of `page_bytes`; the rows take the first `shard.rows * 264`."""
+    backing: Backing
+    row_format: RowFormat
+    page_bytes: int
+    """Page size the mapping should be aligned to."""
+
+
+class TableInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One table as a client sees it: its geometry, the proof of its content, and the segments handed out."""
+
+    geometry: TableGeometry
+    identity: TableIdentity
+    segments: tuple[SegmentInfo, ...]
+
+
+class ResolvedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the daemon made of `engram_config`."""
+
+    placement: Placement
+    replication: Replication
+    lookup: Lookup
+    tp_size: int
+    nnodes: int
+    node_rank: int
+
+
+class LoadProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    phase: str
+    """starting, allocating, loading, verifying or sealing"""
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+
+class SegmentStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    info: SegmentInfo
+    huge_bytes: int
+    """Bytes mapped by pages of 2 MiB or more, as read after the fill."""
+    numa: str
+
+
+class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One attached client. `pid` is as the daemon's PID namespace sees it, 0 if it cannot."""
+
+    id: int
+    pid: int
+    uid: int
+    gid: int
+    name: str
+    rank: int
+    world_size: int
+    device: str
+    layers: tuple[int, ...]
+    age_s: float
+
+
+class LoadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the tables came into memory."""
+
+    source: str
+    bytes_read: int
+    seconds: float
+    """Wall time from the start of the loader to its end."""
+    allocate_seconds: float
+    fill_seconds: float
+    verify_seconds: float
+    direct_io: bool
+    threads: int
+    peak_rss_bytes: int
+    """Peak resident memory of the loader, without the segments' own pages."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes_read / self.fill_seconds if self.fill_seconds > 0 else 0.0
+
+
+# Control socket, client to daemon
+
+
+class Attach(_Message, frozen=True, tag="attach"):
+    """Asks for the tables. While the daemon loads, Progress comes until Attached or Failed does.
+
+    `identity` demands roots by layer. Sending it again is harmless: unused tickets expire.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    name: str
+    layers: tuple[int, ...] | None = None
+    identity: tuple[TableIdentity, ...] = ()
+    roots: dict[str, str] = {}
+    """Roots demanded without geometry, by layer id in decimal."""
+    wait: bool = True
+    """False: Failed(NotAllowedNow) at once when the daemon is not ready."""
+
+
+class Status(_Message, frozen=True, tag="status"):
+    """Asks for the daemon's state. Changes nothing."""
+
+
+# Control socket, daemon to client
+
+
+class Progress(_Message, frozen=True, tag="progress"):
+    state: State
+    load: LoadProgress | None
+
+
+class Attached(_Message, frozen=True, tag="attached"):
+    """The tables, and the ticket that the handover socket turns into their descriptors."""
+
+    epoch: str
+    options: ResolvedOptions
+    tables: tuple[TableInfo, ...]
+    ticket: bytes
+
+
+class StatusReply(_Message, frozen=True, tag="status_reply"):
+    state: State
+    version: str
+    epoch: str
+    pid: int
+    uptime_s: float
+    options: ResolvedOptions | None
+    backing_reason: str
+    load: LoadProgress | None
+    report: LoadReport | None
+    tables: tuple[TableInfo, ...]
+    segments: tuple[SegmentStatus, ...]
+    leases: tuple[LeaseStatus, ...]
+    failure: str | None
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """A failure as data; `error()` rebuilds the class it was."""
+
+    code: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: EngramError) -> Failed:
+        code, fields = to_wire(error)
+        return cls(code=code, fields=fields)
+
+    def error(self) -> EngramError:
+        return from_wire(self.code, self.fields)
+
+
+# Handover socket
+
+
+class Greeting(_Message, frozen=True, tag="greeting"):
+    """The daemon's first words to an accepted peer."""
+
+    epoch: str
+
+
+class Redeem(_Message, frozen=True, tag="redeem"):
+    ticket: bytes
+
+
+class Granted(_Message, frozen=True, tag="granted"):
+    """Descriptors, in the order of `segments`; `last` closes the series. From then on this is the lease."""
+
+    segments: tuple[str, ...]
+    lease: int
+    last: bool
+
+
+Request = Attach | Status
+Reply = Progress | Attached | StatusReply | Failed
+HandoverRequest = Redeem
+HandoverReply = Greeting | Granted | Failed
+AnyMessage = Request | Reply | HandoverRequest | HandoverReply
+
+_KNOWN: Final = frozenset(
+    kind.__struct_config__.tag
+    for kind in (Attach, Status, Progress, Attached, StatusReply, Failed, Greeting, Redeem, Granted)
+)
+_M = TypeVar("_M")
+
+
+def encode(message: AnyMessage, request_id: int = 0, *, limit: int = MAX_REPLY_BYTES) -> bytes:
+    """One frame. Raises FrameTooLarge when it would exceed `limit` bytes."""
+    body = msgspec.to_builtins(message, builtin_types=(bytes,))
+    frame: bytes = msgpack.packb({"v": PROTOCOL_VERSION, "id": request_id, "body": body}, use_bin_type=True)
+    if len(frame) > limit:
+        raise FrameTooLarge(size=len(frame), limit=limit)
+    return frame
+
+
+def decode(frame: bytes, expected: type[_M] | Any, *, limit: int = MAX_REPLY_BYTES) -> tuple[int, _M]:
+    """`(request_id, message)` of a frame that must hold one of `expected` (a message type or a union).
+
+    Raises FrameTooLarge, MalformedMessage, ProtocolMismatch (`server` is the version read) or UnknownMessage.
+    """
+    envelope = _open(frame, limit)
+    body = envelope["body"]
+    name = body.get("type") if isinstance(body, dict) else None
+    if not isinstance(name, str):
+        raise MalformedMessage(problem="body is not a map with a type")
+    if name not in _KNOWN:
+        raise UnknownMessage(name=name[:64])
+    try:
+        message = msgspec.convert(body, expected, strict=True)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(problem=str(error)[:500]) from error
+    return envelope["id"], message
+
+
+def request_id_of(frame: bytes, *, limit: int = MAX_REQUEST_BYTES) -> int:
+    """The id to answer a bad frame under: its own where it can be read, else 0. Raises nothing."""
+    try:
+        return int(_open(frame, limit, check_version=False)["id"])
+    except EngramError:
+        return 0
+
+
+def _open(frame: bytes, limit: int, *, check_version: bool = True) -> dict[str, Any]:
+    if len(frame) > limit:
+        raise FrameTooLarge(size=len(frame), limit=limit)
+    try:
+        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_buffer_size=limit)
+    except Exception as error:  # msgpack raises half a dozen unrelated classes on bad bytes
+        raise MalformedMessage(problem=f"not one msgpack value: {type(error).__name__}") from error
+    if not isinstance(envelope, dict) or type(envelope.get("v")) is not int:
+        raise MalformedMessage(problem="not a map with a version")
+    if check_version and envelope["v"] != PROTOCOL_VERSION:
+        raise ProtocolMismatch(client=PROTOCOL_VERSION, server=envelope["v"])
+    if set(envelope) != {"v", "id", "body"} or type(envelope["id"]) is not int:
+        raise MalformedMessage(problem="the envelope is not v, id and body")
+    if not 0 <= envelope["id"] < 1 << 63:
+        raise MalformedMessage(problem="the id is not in [0, 2**63)")
+    return envelope
