@@ -456,6 +456,11 @@ class TooManyClients(ConnectError):
     limit: int
 
 
+class DeviceUnsupported(ConnectError):
+    template = 'lookups on device {device!r} are not supported by this version of the client; use device "cpu"'
+    device: str
+
+
 class MapFailed(ConnectError):
     template = "mapping segment {segment} ({nbytes} bytes) failed: {problem}"
     segment: str

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgpack
 import msgspec
@@ -223,7 +223,7 @@ class Attach(_Message, frozen=True, tag="attach"):
     name: str
     layers: tuple[int, ...] | None = None
     identity: tuple[TableIdentity, ...] = ()
-    roots: dict[str, str] = {}
+    roots: dict[Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")], str] = {}
     """Roots demanded without geometry, by layer id in decimal."""
     wait: bool = True
     """False: Failed(NotAllowedNow) at once when the daemon is not ready."""
