@@ -225,6 +225,12 @@ class LoaderDied(ResourceError):
     doing: str
 
 
+class WriteFailed(ResourceError):
+    template = "writing {path} failed: {problem}; nothing was left behind, check the disk's space and permissions"
+    path: str
+    problem: str
+
+
 class SocketUnavailable(ResourceError):
     template = "cannot make the socket {path}: {problem}; check that the folder can be written and is on a local disk"
     path: str
@@ -268,6 +274,13 @@ class MissingTensor(CheckpointError):
     template = "tensor {tensor} is not in {path}; the checkpoint is incomplete"
     tensor: str
     path: str
+
+
+class AmbiguousTensor(CheckpointError):
+    template = "{path} holds both {first} and {second}; which one is the table cannot be known: remove one"
+    path: str
+    first: str
+    second: str
 
 
 class MissingFile(CheckpointError):
@@ -323,6 +336,14 @@ class RowCountMismatch(CheckpointError):
     where: str
     expected: int
     found: int
+
+
+class FolderNotEmpty(CheckpointError):
+    """A made checkpoint is written into a new or an empty folder only."""
+
+    template = "{path} is not empty (it holds {example!r}); name a new folder, or empty this one"
+    path: str
+    example: str
 
 
 class ReadFailed(CheckpointError):
@@ -530,6 +551,21 @@ class OutInvalid(UseError):
     template = "out is {found}; expected {expected}"
     found: str
     expected: str
+
+
+class CompressedVocabularyInvalid(UseError):
+    """The map from token ids to compressed ids is not the model's: every hash would be wrong."""
+
+    template = "the compressed vocabulary {found}; expected {expected}: use the tokenizer of this model"
+    found: str
+    expected: str
+
+
+class TokenInvalid(UseError):
+    template = "token {token} at position {position} is not in the vocabulary of {vocab_size} tokens"
+    token: int
+    position: int
+    vocab_size: int
 
 
 class InvalidIds(UseError):
