@@ -115,7 +115,7 @@ INLINE void dequantise_row(const uint8_t *restrict values, const uint8_t *restri
 }
 
 /* Streaming stores skip reading the target's lines and leave the caches to the source: the load fills a huge
-   mapping from buffers that fit a cache. Measured on an AMD EPYC (Zen 4): 24 GB/s a thread, 14 without. They
+   mapping from buffers that fit a cache. Measured on an AMD EPYC (Zen 4): about 20 GB/s a thread, 14 without. They
    gain nothing in gather_rows, which waits for reads. */
 
 #ifdef HAVE_STREAMING_STORES

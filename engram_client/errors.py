@@ -599,6 +599,17 @@ class GroupInvalid(UseError):
     world_size: int
 
 
+class GroupRankMismatch(UseError):
+    """Shards are put together in the group's order, so the client's rank must be its rank in the group."""
+
+    template = (
+        "this process is rank {group_rank} of the process group and its client is rank {rank}; "
+        "connect with the rank that it has in the group"
+    )
+    group_rank: int
+    rank: int
+
+
 class CountsInvalid(UseError):
     template = "counts {found} do not fit: expected {expected}"
     found: str

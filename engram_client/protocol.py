@@ -83,8 +83,8 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
-ShortText = Annotated[str, msgspec.Meta(max_length=128)]
-"""What a client says about itself; short, so that a status reply with many leases still fits its limit."""
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+"""What a client says about itself: room for any file name, and a status reply of many leases still fits its limit."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):

@@ -264,9 +264,9 @@ def _refuse(where: str, path: str, problem: str, allowed: str, cause: Exception 
 
 # Deprecated variables of SGLang
 
-_HOST_TABLE = "SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE"
-_LAYOUT = "SGLANG_DSV41_ENGRAM_HOST_TABLE_LAYOUT"
-_PEER_SHARDS = "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS"
+HOST_TABLE = "SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE"
+LAYOUT = "SGLANG_DSV41_ENGRAM_HOST_TABLE_LAYOUT"
+PEER_SHARDS = "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS"
 _TRUE, _FALSE = ("true", "1", "yes", "y"), ("false", "0", "no", "n")
 
 
@@ -286,26 +286,26 @@ def from_deprecated_variables(environ: Mapping[str, str]) -> Deprecated:
     SGLang 0.5.23, where it meant the shared layout, HOST_TABLE alone means one shard per rank.
     Raises ConfigInvalid for the wrong layout.
     """
-    used = [name for name in (_HOST_TABLE, _LAYOUT, _PEER_SHARDS) if name in environ]
+    used = [name for name in (HOST_TABLE, LAYOUT, PEER_SHARDS) if name in environ]
     if not used:
         return Deprecated({}, ())
     warnings: list[str] = []
-    peer_shards = _boolean(environ, _PEER_SHARDS, warnings)
-    host_table = _boolean(environ, _HOST_TABLE, warnings)
-    layout = environ.get(_LAYOUT)
+    peer_shards = _boolean(environ, PEER_SHARDS, warnings)
+    host_table = _boolean(environ, HOST_TABLE, warnings)
+    layout = environ.get(LAYOUT)
     engram: dict[str, str] = {}
     if peer_shards:
         engram = {"lookup": "peer_read"}
         if host_table:
-            warnings.append(f"{_PEER_SHARDS} takes precedence: {_HOST_TABLE} is ignored")
+            warnings.append(f"{PEER_SHARDS} takes precedence: {HOST_TABLE} is ignored")
     elif host_table:
         engram = {"placement": "cpu"}
         if layout not in (None, "per_rank", "shared"):
-            _refuse("environment", _LAYOUT, f"is {json.dumps(layout)}", '"per_rank" or "shared"')
+            _refuse("environment", LAYOUT, f"is {json.dumps(layout)}", '"per_rank" or "shared"')
         if layout == "shared":
             engram["replication"] = "per_node"
         elif layout is None:
-            warnings.append(f'{_HOST_TABLE} without {_LAYOUT} gives one shard per rank; "shared" gives one whole table')
+            warnings.append(f'{HOST_TABLE} without {LAYOUT} gives one shard per rank; "shared" gives one whole table')
     names = f"{', '.join(used)} {'is' if len(used) == 1 else 'are'} deprecated"
     if engram:
         advice = f'{names}; write "engram_config": {json.dumps(engram)} instead'

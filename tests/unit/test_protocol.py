@@ -36,7 +36,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type, from the type alone, so that a new field is tested without a new line here."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return values_of(arguments[0])
+        pattern = arguments[1].pattern
+        return st.from_regex(pattern) if pattern else values_of(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values_of, arguments))
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -158,7 +159,7 @@ MALFORMED = {
     "float for an integer": frame({**ATTACH, "rank": 0.0}),
     "boolean for an integer": frame({**ATTACH, "rank": True}),
     "bytes for text": frame({**ATTACH, "name": b"n"}),
-    "name too long": frame({**ATTACH, "name": "n" * 129}),
+    "name too long": frame({**ATTACH, "name": "n" * 257}),
     "unknown field in a part": frame({**ATTACH, "identity": [{"layer_id": 1, "more": 1}]}),
     "a message for the other direction": frame({"type": "greeting", "epoch": "e"}),
     "bytes as keys": frame({b"type": "attach"}),
