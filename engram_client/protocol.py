@@ -14,7 +14,6 @@ closes it when the client dies.
 from __future__ import annotations
 
 import enum
-import hashlib
 from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgpack
