@@ -4,7 +4,8 @@
 
 Three arms in one run, with the same threads and chunks, from the page cache into populated memory that is
 there before the clock starts: a plain copy of the file's bytes, the load without digests, and with them. The
-arms take turns; each number is the median of its runs. Then one real load, by the loader child, from a cold
+arms take turns; a rate is the median of its runs, a ratio the median over the rounds, so that a machine whose
+speed drifts does not sway it. Then one real load, by the loader child, from a cold
 cache and from a warm one, for its peak of resident memory and page cache.
 """
 
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -23,11 +25,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engram_client import rows
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES
 from engram_client.mapping.hostmem import HostMapping
+from engram_client.protocol import Placement, Replication
 from engram_server.checkpoint import Checkpoint, open_checkpoint
-from engram_server.config import Config, EngramConfig, HostConfig
+from engram_server.config import Config, EngramConfig
 from engram_server.fill import FileSource, Item, Target, fill, make_items, run_threads
 from engram_server.load_job import LoadJob, make_job
 from engram_server.loader import load
@@ -40,7 +45,6 @@ from engram_server.segments.pages import populate
 RUNS = 5
 MEMORY_ALLOWANCE = 1 << 30
 TARGETS = {"load": 0.8, "load_digests": 0.6}
-_SETTINGS: dict[str, Any] = {"replication": "per_node", "placement": "cpu"}
 
 
 def run(gib: float = 2, threads: int = 0, folder: str | None = None, **job_changes: Any) -> dict[str, Any]:
@@ -61,28 +65,28 @@ def run(gib: float = 2, threads: int = 0, folder: str | None = None, **job_chang
 
 def measure(checkpoint: Checkpoint, threads: int = 0, **job_changes: Any) -> dict[str, Any]:
     """The same for a checkpoint that is there."""
-    import msgspec
-
     machine = Machine.read()
     config = Config(
         model_path=checkpoint.path,
-        engram_config=EngramConfig(**msgspec.convert(_SETTINGS, dict)),
-        host=HostConfig(),
+        engram_config=EngramConfig(placement=Placement.CPU, replication=Replication.PER_NODE),
     )
     plan = make_plan(config, checkpoint.model, machine, 0)
     job = make_job(plan, config, checkpoint.sources, machine.cpus)
     job = msgspec.structs.replace(job, **({"threads": threads} if threads else {}), **job_changes)
-    speeds = _speeds(plan, job)
+    seconds = _seconds(plan, job)
     table = sum(table.nbytes for table in plan.tables)
     memory = {f"{state}_cache": _memory(plan, job, checkpoint, warm=state == "warm") for state in ("cold", "warm")}
-    ratios = {arm: speeds[arm] / speeds["copy"] for arm in TARGETS}
+    ratios = {
+        arm: statistics.median(copy / load for copy, load in zip(seconds["copy"], seconds[arm], strict=True))
+        for arm in TARGETS
+    }
     peak = max(entry["peak_bytes"] for entry in memory.values())
     return {
         "table_bytes": table,
         "threads": job.threads,
         "chunk_bytes": job.chunk_bytes,
         "native_rows": rows.NATIVE,
-        "bytes_per_second": speeds,
+        "bytes_per_second": {arm: table / statistics.median(times) for arm, times in seconds.items()},
         "ratios": ratios,
         "targets": TARGETS,
         "memory": memory,
@@ -93,9 +97,7 @@ def measure(checkpoint: Checkpoint, threads: int = 0, **job_changes: Any) -> dic
     }
 
 
-def _speeds(plan: Plan, job: LoadJob) -> dict[str, float]:
-    import msgspec
-
+def _seconds(plan: Plan, job: LoadJob) -> dict[str, list[float]]:
     job = msgspec.structs.replace(job, drop_cache=False, direct_io="off")
     segments = create_segments(plan, "bench")
     mappings = [HostMapping(s.writable_fd, s.info.nbytes, True, s.info.page_bytes) for s in segments]
@@ -119,8 +121,7 @@ def _speeds(plan: Plan, job: LoadJob) -> dict[str, float]:
                 started = time.perf_counter()
                 work()
                 seconds[arm].append(time.perf_counter() - started)
-        stored = sum(table.nbytes for table in plan.tables)
-        return {arm: stored / statistics.median(times) for arm, times in seconds.items()}
+        return seconds
     finally:
         for mapping in mappings:
             mapping.close()
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--folder", help="where to make the checkpoint")
     options = parser.parse_args()
-    print(json.dumps(run(options.gib, options.threads, options.folder), indent=2))
+    sys.stdout.write(json.dumps(run(options.gib, options.threads, options.folder), indent=2) + "\n")
 
 
 if __name__ == "__main__":
