@@ -524,15 +524,20 @@ class TestEnds:
             segment.discard()
         assert failed.value.available == 0
 
-    def test_a_loader_that_cannot_start_is_reported(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("program", "how"), [(shutil.which("false"), "exit status 1"), ("/nowhere", os.strerror(errno.ENOENT))]
+    )
+    def test_a_loader_that_cannot_start_is_reported(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, program: str, how: str
+    ) -> None:
         plan, job = prepare(config(model))
         segments = create_segments(plan, TAG)
-        monkeypatch.setattr(sys, "executable", shutil.which("false"))
+        monkeypatch.setattr(sys, "executable", program)
         with pytest.raises(LoaderDied) as failed:
             run_load(job, segments)
         for segment in segments:
             segment.discard()
-        assert failed.value.how == "exit status 1"
+        assert (failed.value.how, failed.value.doing) == (how, "starting")
 
 
 # Small machines
