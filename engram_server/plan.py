@@ -289,14 +289,15 @@ def _numa(config: Config, machine: Machine) -> tuple[NumaPolicy, list[str]]:
         return NumaPolicy("interleave", present), []
     nodes: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", config.host.numa):
-        nodes.update(range(int(first), int(last or first) + 1))
-    unknown = sorted(nodes.difference(present))
-    if unknown or not nodes:
-        raise BackingUnavailable(
-            backing="NUMA policy",
-            problem=f'host.numa "{config.host.numa}" names nodes {unknown[:8]} that have no memory',
-            remedy=f"use nodes of {list(present)}",
-        )
+        span = range(int(first), int(last or first) + 1)
+        # The ends first: the list between may be of any length.
+        if not span or not {span[0], span[-1]} <= set(present) or not set(present) >= set(span):
+            raise BackingUnavailable(
+                backing="NUMA policy",
+                problem=f'host.numa "{config.host.numa}" names nodes that have no memory',
+                remedy=f"use nodes of {list(present)}",
+            )
+        nodes.update(span)
     return NumaPolicy("bind", tuple(sorted(nodes))), []
 
 
