@@ -234,6 +234,10 @@ class StatusReply(_Message, frozen=True, tag="status_reply"):
     segments: tuple[SegmentStatus, ...]
     leases: tuple[LeaseStatus, ...]
     failure: str | None
+    adopted: bool
+    """Whether the tables were taken over from an earlier daemon, and nothing was loaded."""
+    outlook: str
+    """What a restart of the daemon will cost, in words."""
 
 
 class Failed(_Message, frozen=True, tag="failed"):

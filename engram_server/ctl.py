@@ -43,6 +43,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
 
+    purge = commands.add_parser(
+        "purge", help="free tables that a daemon which does not run any more has left in memory"
+    )
+    purge.add_argument("--config", metavar="FILE", required=True, help="the engram.json of that daemon")
+    purge.set_defaults(run=_purge)
+
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")
     make.add_argument("folder", metavar="DIR", help="a new or empty folder")
     make.add_argument(
@@ -119,6 +125,22 @@ def print_status(reply: StatusReply) -> None:
 def gib(nbytes: int) -> str:
     """Bytes as a person reads them."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _purge(options: argparse.Namespace) -> int:
+    """Raises AlreadyRunning when the daemon runs."""
+    from engram_server.keep import purge  # brings posix_ipc
+    from engram_server.sockets import EndpointLock
+
+    config = load_config(options.config, None, os.environ).config
+    lock = EndpointLock(config.control)
+    try:
+        removed = purge(config)
+    finally:
+        lock.release()
+    for path in removed:
+        print(f"removed {path}")
+    return EXIT_OK
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:

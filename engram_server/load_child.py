@@ -222,7 +222,7 @@ def _check_sizes(targets: list[Target]) -> None:
         target.check_size()
 
 
-def _die_with_parent(connection: socket.socket) -> None:
+def die_with_parent(connection: socket.socket) -> None:
     """SIGKILL when the parent's thread ends; and, should that have been before this call, an end at EOF."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -234,7 +234,7 @@ def _die_with_parent(connection: socket.socket) -> None:
     threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
-def _be_killed_first() -> None:
+def be_killed_first() -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -243,10 +243,10 @@ def main() -> int:
     """Exit status 0 when the parent has been told the outcome, good or bad."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.setblocking(True)
-    _be_killed_first()
+    be_killed_first()
     with connection.makefile("rb") as stream:
         order: Order = receive_message(stream, Order)
-    _die_with_parent(connection)
+    die_with_parent(connection)
     reporter = Reporter(connection)
     outcome: LoadResult | Failed
     try:

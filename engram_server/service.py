@@ -14,38 +14,31 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 
 from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
-from engram_client.identity import TableIdentity
-from engram_client.layout import ModelGeometry, parse_model_geometry
 from engram_client.protocol import (
     Attach,
     Failed,
     LoadProgress,
-    LoadReport,
     Progress,
     Reply,
     Request,
     SegmentStatus,
     State,
     StatusReply,
-    TableInfo,
     endpoint_tag,
 )
 from engram_client.version import VERSION
-from engram_server import attach, gpus, state
-from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
+from engram_server import attach, state
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
+from engram_server.fdstore import ServiceManager
 from engram_server.handover import Handover
+from engram_server.holding import Holding
+from engram_server.keep import Keeper
 from engram_server.leases import Leases
-from engram_server.load_job import LoadResult, make_job
-from engram_server.loader import load
-from engram_server.machine import Machine
-from engram_server.plan import Plan, make_plan
 from engram_server.progress import ProgressDisplay
-from engram_server.segments import Segment, create_segments, remove_stale
 from engram_server.sockets import EndpointLock, listen_for_handover
 
 log = logging.getLogger(__name__)
@@ -53,13 +46,16 @@ log = logging.getLogger(__name__)
 DRAIN_LIMIT_S = 5.0
 """How long a draining daemon waits for tickets it has given out to be redeemed."""
 MAX_WAITING = 4096
+START_EXTENSION_S = 120.0
+"""How much longer a service manager is asked to wait for a daemon that loads, each time it reports progress."""
 
 
 class Service:
     """One daemon. `run` returns when it has drained and raises the error that ended it otherwise."""
 
-    def __init__(self, loaded: LoadedConfig, lock: EndpointLock) -> None:
+    def __init__(self, loaded: LoadedConfig, lock: EndpointLock, manager: ServiceManager | None = None) -> None:
         self._config = loaded.config
+        self._manager = manager or ServiceManager()
         self._lock = lock
         self._state = State.STARTING
         self._epoch = secrets.token_hex(8)
@@ -67,10 +63,8 @@ class Service:
         self._tag = endpoint_tag(self._config.control.endpoint)
         self._leases = Leases(time.monotonic)
         self._waiting: dict[Asker, Attach] = {}
-        self._plan: Plan | None = None
-        self._segments: dict[str, Segment] = {}
-        self._result: LoadResult | None = None
-        self._tables: tuple[TableInfo, ...] = ()
+        self._keeper = Keeper(self._config, self._tag, self._manager)
+        self._holding = Holding(self._config, self._tag, self._epoch, self._keeper)
         self._progress: LoadProgress | None = None
         self._failure: EngramError | None = None
         self._stop = asyncio.Event()
@@ -95,7 +89,7 @@ class Service:
                 self._config.control,
                 self._epoch,
                 self._leases,
-                lambda name: self._segments[name].readable_fd,
+                lambda name: self._holding.segments[name].readable_fd,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
             if await self._until_stopped(self._bring_up()):
@@ -126,82 +120,26 @@ class Service:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _bring_up(self) -> None:
-        for path in remove_stale(self._tag, self._config.host.path):
-            log.info("removed %s, which a daemon that died had left", path)
-        model, sources = await asyncio.to_thread(self._read_source)
-        machine = Machine.read(folder=self._config.host.path)
-        self._plan = make_plan(self._config, model, machine, gpus.count())
-        for remark in self._plan.remarks:
-            log.warning("%s", remark)
-        log.info("%s", self._plan.log_line)
-        segments = await asyncio.to_thread(create_segments, self._plan, self._tag)
-        self._segments = {segment.info.id: segment for segment in segments}
-        self._enter(State.LOADING)
-        job = make_job(self._plan, self._config, sources, machine.cpus)
         with ProgressDisplay() as display:
 
             def report(progress: LoadProgress) -> None:
                 self._progress = progress
                 display.show(progress)
                 self._tell_waiting(Progress(state=self._state, load=progress))
+                share = 100 * progress.done_bytes // max(progress.total_bytes, 1)
+                self._manager.status(f"{progress.phase}: {share} %", extend_start_s=START_EXTENSION_S)
 
-            self._result = await load(job, segments, report)
-        for segment in segments:
-            segment.seal()
-        self._tables = self._table_infos(segments, self._result)
-        self._log_loaded(self._result)
+            await self._holding.obtain(self._enter, report)
+        log.info("%s", self._keeper.outlook)
         self._enter(State.READY)
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
 
-    def _read_source(self) -> tuple[ModelGeometry, tuple[TableSource, ...] | None]:
-        """The tables' shape, and where their bytes are; None for the latter where they are generated."""
-        config = self._config
-        if config.load_format == "auto":
-            opened = open_checkpoint(str(config.model_path))
-            return opened.model, opened.sources
-        if config.geometry is not None:
-            return parse_model_geometry(config.geometry, "geometry"), None
-        return read_model_geometry(str(config.model_path)), None
-
-    def _table_infos(self, segments: Sequence[Segment], result: LoadResult) -> tuple[TableInfo, ...]:
-        plan = self._planned
-        return tuple(
-            TableInfo(
-                geometry=geometry,
-                identity=TableIdentity.of(geometry, result.roots.get(geometry.layer_id)),
-                segments=tuple(s.info for s in segments if s.info.layer_id == geometry.layer_id),
-            )
-            for geometry in plan.tables
-        )
-
-    def _log_loaded(self, result: LoadResult) -> None:
-        report = result.report
-        for remark in result.remarks:
-            log.warning("%s", remark)
-        for table in self._tables:
-            log.info("layer %d: %d rows, root %s", table.geometry.layer_id, table.geometry.rows, table.identity.root)
-        log.info(
-            "loaded %d bytes in %.2f s (allocate %.2f s, fill %.2f s, %.2f GB/s, verify %.2f s) with %d threads",
-            report.bytes_read,
-            report.seconds,
-            report.allocate_seconds,
-            report.fill_seconds,
-            report.bytes_per_second / 1e9,
-            report.verify_seconds,
-            report.threads,
-        )
-
-    @property
-    def _planned(self) -> Plan:
-        if self._plan is None:
-            raise InternalError(doing="serving", problem="there is no plan yet")
-        return self._plan
-
     # Serving
 
     async def _serve(self) -> None:
-        log.info("ready: %s serves %d tables", self._config.control.endpoint, len(self._tables))
+        log.info("ready: %s serves %d tables", self._config.control.endpoint, len(self._holding.tables))
+        self._manager.ready(f"serving {len(self._holding.tables)} tables")
         control = self._control.task if self._control else None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
@@ -235,15 +173,15 @@ class Service:
                 request,
                 self._state,
                 self._epoch,
-                self._plan.options if self._plan else None,
-                self._tables,
+                self._holding.plan.options if self._holding.plan else None,
+                self._holding.tables,
                 self._leases,
             )
         except EngramError as error:
             return Failed.of(error)
 
     def _status(self) -> StatusReply:
-        plan, result = self._plan, self._result
+        holding, plan, result = self._holding, self._holding.plan, self._holding.result
         huge = result.huge_bytes if result else {}
         return StatusReply(
             state=self._state,
@@ -254,19 +192,17 @@ class Service:
             options=plan.options if plan else None,
             backing_reason=plan.backing_reason if plan else "",
             load=self._progress,
-            report=self._report,
-            tables=self._tables,
+            report=result.report if result else None,
+            tables=holding.tables,
             segments=tuple(
                 SegmentStatus(info=s.info, huge_bytes=huge.get(s.info.id, 0), numa=self._config.host.numa)
-                for s in self._segments.values()
+                for s in holding.segments.values()
             ),
             leases=self._leases.snapshot(),
             failure=str(self._failure) if self._failure else None,
+            adopted=holding.adopted,
+            outlook=self._keeper.outlook,
         )
-
-    @property
-    def _report(self) -> LoadReport | None:
-        return self._result.report if self._result else None
 
     def _enter(self, reached: State) -> None:
         self._state = state.follow(self._state, reached)
@@ -291,6 +227,7 @@ class Service:
 
     async def _drain(self) -> None:
         self._enter(State.DRAINING)
+        self._manager.stopping()
         log.info("draining: %s", self._leases)
         for asker, _ in self._take_waiting():
             await self._reply(asker, Failed.of(ServerDraining()))
@@ -316,6 +253,5 @@ class Service:
             await self._control.close()
         if self._handover is not None:
             self._handover.close()
-        for segment in self._segments.values():
-            segment.discard()
+        self._holding.give_up()
         self._lock.release()

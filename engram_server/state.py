@@ -5,7 +5,7 @@ from __future__ import annotations
 from engram_client.protocol import Attach, Request, State, Status
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.LOADING, State.DRAINING, State.FAILED}),
+    State.STARTING: frozenset({State.LOADING, State.READY, State.DRAINING, State.FAILED}),
     State.LOADING: frozenset({State.READY, State.DRAINING, State.FAILED}),
     State.READY: frozenset({State.DRAINING, State.FAILED}),
     State.DRAINING: frozenset(),
