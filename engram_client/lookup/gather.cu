@@ -1,0 +1,459 @@
+// Gathers rows of Engram tables: 256 FP8 (E4M3) values and 8 E8M0 scales each, to bfloat16 or as stored.
+//
+// In this order: types; loads and stores; values; index arithmetic and the rules for ids; kernels.
+// Compiled by NVRTC without any header, for sm_80 and later. engram_client/lookup/kernels.py holds the
+// mirror of the structs and decides the shape of each launch.
+//
+// Assumptions that the host has checked: every address is readable from this GPU; packed rows are
+// 8-byte aligned and planar ones 16-byte; outputs are 16-byte aligned; fewer than 2^31 ids a table.
+// Offsets into tables are 64 bits: one table is 94 GiB.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr u32 ROW_VALUES = 256;
+constexpr u32 VALUES_PER_SCALE = 32;
+constexpr u32 PACKED_ROW = 264;
+constexpr u32 NEUTRAL_SCALE = 127; // 2^0
+constexpr u32 NAN_SCALE = 255;
+constexpr u32 BF16_NAN = 0x7FC0;
+constexpr u32 MAX_TABLES = 4;
+constexpr u32 MAX_SHARDS = 64;
+// Rows that are not read (padding, invalid, another shard's) share this many buckets of the sort: one
+// bucket alone would make every padded id of a batch wait for the same counter.
+constexpr u32 ZERO_BUCKETS = 64;
+
+struct Output {
+    u8* values;
+    u8* scales; // null for bfloat16
+};
+
+struct Table {
+    const u8* values; // of row `start`
+    const u8* scales;
+    i64 start, stop;          // the rows that this launch may read; others give zeros
+    i64 rows;                 // rows of the whole table; ids from here on are invalid
+    const i64* column_starts; // [columns + 1], or null where ids are not hashed
+    u64* invalid;             // [3]: how many invalid ids, one of them, its position
+    u32 shard_first, shard_count;
+};
+
+struct Args {
+    const u8* ids;
+    i64 token_stride, column_stride, table_stride; // bytes
+    Output out[MAX_TABLES];
+    u8* workspace;
+    u32 items; // ids a table: tokens * columns
+    u32 columns, division_multiplier, division_shift;
+    u32 id_bytes; // 4 or 8
+    u32 tables;
+    // From here on nothing changes between launches.
+    u32 value_stride, scale_stride;         // bytes from row to row in the table
+    u32 out_value_stride, out_scale_stride; // and in the output
+    u32 bucket_shift, buckets;              // buckets of 2^bucket_shift rows, `buckets` a table
+    Table table[MAX_TABLES];
+};
+
+struct Shard {
+    const u8* values;
+    const u8* scales;
+    i64 start;
+};
+
+struct Shards {
+    Shard shard[MAX_SHARDS];
+};
+
+// ---- Loads and stores -------------------------------------------------------------------------------
+
+// What one lane holds of a row: W bytes of values and the scale byte that they share.
+template <int W> struct Piece {
+    u32 words[W / 4];
+    u32 scale;
+};
+
+// A row is read once: keeping it in L1 would only push out ids and column starts.
+__device__ __forceinline__ void load_once(u32 (&w)[2], const u8* p) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
+}
+
+__device__ __forceinline__ void load_once(u32 (&w)[4], const u8* p) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "l"(p));
+}
+
+__device__ __forceinline__ u32 load_once(const u8* p) {
+    u32 byte;
+    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(byte) : "l"(p));
+    return byte;
+}
+
+__device__ __forceinline__ void store16(u8* p, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+template <int W> __device__ __forceinline__ void load_piece(Piece<W>& piece, const u8* values, const u8* scales, u32 lane) {
+    load_once(piece.words, values + lane * W);
+    piece.scale = load_once(scales + lane * W / VALUES_PER_SCALE);
+}
+
+template <int W> __device__ __forceinline__ void zero_piece(Piece<W>& piece, u32 scale) {
+    for (u32& word : piece.words) word = 0;
+    piece.scale = scale;
+}
+
+// ---- Values: fp32(e4m3) * 2^(scale - 127), rounded once to bfloat16, one zero and one NaN ------------
+
+__device__ __forceinline__ float scale_factor(u32 scale) {
+    // 2^-127 is a subnormal: there is no exponent field for it.
+    return __uint_as_float(scale == 0 ? 0x00400000u : scale << 23);
+}
+
+// The two low codes of `pair` as floats. A NaN code gives an arbitrary number: callers look at the code.
+__device__ __forceinline__ void decode2(u32 pair, float& low, float& high) {
+#if __CUDA_ARCH__ >= 890
+    u32 halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)pair));
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(halves));
+#else
+    // The code's exponent and mantissa at fp32's place are the value times 2^-120, subnormals included.
+    const float up = __uint_as_float((127u + 120u) << 23);
+    low = __uint_as_float((pair & 0x80u) << 24 | (pair & 0x7Fu) << 20) * up;
+    high = __uint_as_float((pair & 0x8000u) << 16 | (pair & 0x7F00u) << 12) * up;
+#endif
+}
+
+__device__ __forceinline__ bool has_nan_code(u32 word) {
+    return (((word & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) != 0;
+}
+
+// For scales 3 to 254 and codes that are no NaN the product has at most 4 significant bits and its lowest
+// is at least 2^-133, so bfloat16 holds it exactly (or it is infinite in both): the upper half of the fp32
+// is the result. Adding +0 turns -0 into +0 in the same instruction.
+__device__ __forceinline__ u32 exact2(u32 pair, float factor) {
+    float low, high;
+    decode2(pair, low, high);
+    low = __fmaf_rn(low, factor, 0.0f);
+    high = __fmaf_rn(high, factor, 0.0f);
+    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+}
+
+__device__ __forceinline__ u32 rounded1(float value, u32 code, u32 scale) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value * scale_factor(scale)));
+    const bool is_nan = scale == NAN_SCALE || (code & 0x7Fu) == 0x7Fu;
+    const bool is_zero = (bits & 0x7FFFu) == 0; // also what rounded to zero
+    return is_nan ? BF16_NAN : is_zero ? 0u : (u32)bits;
+}
+
+__device__ __forceinline__ u32 rounded2(u32 pair, u32 scale) {
+    float low, high;
+    decode2(pair, low, high);
+    return rounded1(low, pair, scale) | rounded1(high, pair >> 8, scale) << 16;
+}
+
+template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
+    bool exact = piece.scale - 3u <= 251u;
+#pragma unroll
+    for (int k = 0; k < W / 4; k++) exact = exact && !has_nan_code(piece.words[k]);
+    u32 result[W / 2];
+    if (exact) {
+        const float factor = scale_factor(piece.scale);
+#pragma unroll
+        for (int k = 0; k < W / 2; k++) result[k] = exact2(piece.words[k / 2] >> (k % 2 * 16) & 0xFFFFu, factor);
+    } else {
+#pragma unroll
+        for (int k = 0; k < W / 2; k++) result[k] = rounded2(piece.words[k / 2] >> (k % 2 * 16) & 0xFFFFu, piece.scale);
+    }
+#pragma unroll
+    for (int k = 0; k < W / 2; k += 4) store16(out + lane * W * 2 + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
+}
+
+// Only W = 8: rows of 264 bytes are 8-byte aligned.
+__device__ __forceinline__ void store_raw(u8* values, u8* scales, const Piece<8>& piece, u32 lane) {
+    asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(values + lane * 8), "r"(piece.words[0]), "r"(piece.words[1]) : "memory");
+    if (lane % 4 == 0) scales[lane / 4] = (u8)piece.scale;
+}
+
+template <int W, bool RAW> __device__ __forceinline__ void store_row(const Args& a, u32 table, u32 item, const Piece<W>& piece, u32 lane) {
+    const Output& out = a.out[table];
+    u8* values = out.values + (u64)item * a.out_value_stride;
+    if constexpr (RAW) {
+        store_raw(values, out.scales + (u64)item * a.out_scale_stride, piece, lane);
+    } else {
+        store_bf16(values, piece, lane);
+    }
+}
+
+// ---- Index arithmetic and the rules for ids ----------------------------------------------------------
+
+// item / columns, for items below 2^31 (Granlund and Montgomery's multiply and shift).
+__device__ __forceinline__ u32 token_of(const Args& a, u32 item) {
+    return (__umulhi(item, a.division_multiplier) + item) >> a.division_shift;
+}
+
+__device__ __forceinline__ i64 load_id(const Args& a, u32 table, u32 token, u32 column) {
+    const u8* p = a.ids + table * a.table_stride + token * a.token_stride + column * a.column_stride;
+    return a.id_bytes == 8 ? *(const i64*)p : (i64) * (const int*)p;
+}
+
+// Whether `id` names a row. Negative ids are padding, and in a hashed batch an idle slot has id 0 in every
+// column: neither is counted.
+__device__ __forceinline__ bool is_valid(const Table& table, u32 column, i64 id, u32 item, bool counts) {
+    if (id < 0) return false;
+    bool valid = id < table.rows;
+    if (table.column_starts) valid = id >= table.column_starts[column] && id < table.column_starts[column + 1];
+    if (!valid && counts && !(table.column_starts && id == 0) && atomicAdd(table.invalid, 1ull) == 0) {
+        table.invalid[1] = (u64)id;
+        table.invalid[2] = item;
+    }
+    return valid;
+}
+
+// One wanted row on its way: which id, and where its values go.
+struct Wanted {
+    i64 id;
+    u32 item, table, column;
+};
+
+__device__ __forceinline__ Wanted wanted_at(const Args& a, u32 table, u32 item) {
+    const u32 token = token_of(a, item), column = item - token * a.columns;
+    return Wanted{load_id(a, table, token, column), item, table, column};
+}
+
+// The wanted row within this launch's shard, or -1 for a row of zeros.
+__device__ __forceinline__ i64 row_of(const Args& a, const Wanted& wanted, bool counts) {
+    const Table& table = a.table[wanted.table];
+    const bool owned = is_valid(table, wanted.column, wanted.id, wanted.item, counts) && wanted.id >= table.start &&
+                       wanted.id < table.stop;
+    return owned ? wanted.id - table.start : -1;
+}
+
+// ---- Sources: where the k-th row of a launch comes from ----------------------------------------------
+// want() starts the read of an id, row() decides, locate() gives addresses. Kept apart so that the reads of
+// several rows are in flight before the first of them is needed.
+
+struct InPlace {
+    const Args& a;
+    __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
+    __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
+    __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
+        const Table& table = a.table[wanted.table];
+        values = table.values + row * a.value_stride;
+        scales = table.scales + row * a.scale_stride;
+    }
+};
+
+struct Peers : InPlace {
+    const Shards& shards;
+    __device__ Peers(const Args& a, const Shards& shards) : InPlace{a}, shards(shards) {}
+    __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
+        const Table& table = a.table[wanted.table];
+        u32 low = table.shard_first, high = table.shard_first + table.shard_count;
+        while (high - low > 1) { // to the last shard that starts at or before the row
+            const u32 middle = (low + high) / 2;
+            if (shards.shard[middle].start <= row) low = middle;
+            else high = middle;
+        }
+        const Shard& shard = shards.shard[low];
+        values = shard.values + (row - shard.start) * a.value_stride;
+        scales = shard.scales + (row - shard.start) * a.scale_stride;
+    }
+};
+
+// What an all-gather of raw rows left at table 0: [shard_count, tokens, columns / shard_count, 264].
+struct Exchanged {
+    const Args& a;
+    __device__ Wanted want(u32 index) const { return Wanted{0, index, 0, index - token_of(a, index) * a.columns}; }
+    __device__ i64 row(const Wanted& wanted, bool) const {
+        const u32 columns = a.columns / a.table[0].shard_count; // of a shard
+        const u32 tokens = token_of(a, a.items), token = token_of(a, wanted.item);
+        return ((i64)(wanted.column / columns) * tokens + token) * columns + wanted.column % columns;
+    }
+    __device__ void locate(const Wanted&, i64 row, const u8*& values, const u8*& scales) const {
+        values = a.table[0].values + row * PACKED_ROW;
+        scales = values + ROW_VALUES;
+    }
+};
+
+// ---- Gather: each group of 256 / W lanes takes ROWS rows at a time -----------------------------------
+
+struct Span {
+    u32 first, stop, step;
+};
+
+// Consecutive groups of the whole grid take consecutive rows; any number of blocks is right.
+template <int W> __device__ __forceinline__ Span grid_span(u32 items) {
+    constexpr u32 LANES = ROW_VALUES / W;
+    return Span{(blockIdx.x * blockDim.x + threadIdx.x) / LANES, items, gridDim.x * blockDim.x / LANES};
+}
+
+// Each block takes one run of consecutive rows.
+template <int W> __device__ __forceinline__ Span block_span(u64 items) {
+    constexpr u32 LANES = ROW_VALUES / W;
+    const u32 begin = (u32)(items * blockIdx.x / gridDim.x), end = (u32)(items * (blockIdx.x + 1) / gridDim.x);
+    return Span{begin + threadIdx.x / LANES, end, blockDim.x / LANES};
+}
+
+template <int W, int ROWS, bool RAW, class Source>
+__device__ __forceinline__ void gather(const Args& a, const Source& source, const Span span) {
+    const u32 lane = threadIdx.x % (ROW_VALUES / W);
+    for (u32 first = span.first; first < span.stop; first += span.step * ROWS) {
+        Wanted wanted[ROWS];
+        i64 row[ROWS];
+        Piece<W> piece[ROWS];
+#pragma unroll
+        for (u32 k = 0; k < ROWS; k++) {
+            const u32 index = first + k * span.step; // past the end: read the first again, store nothing
+            wanted[k] = source.want(index < span.stop ? index : first);
+        }
+#pragma unroll
+        for (u32 k = 0; k < ROWS; k++) row[k] = source.row(wanted[k], lane == 0 && first + k * span.step < span.stop);
+#pragma unroll
+        for (u32 k = 0; k < ROWS; k++) {
+            zero_piece(piece[k], RAW ? 0 : NEUTRAL_SCALE);
+            if (row[k] < 0 || first + k * span.step >= span.stop) continue;
+            const u8 *values, *scales;
+            source.locate(wanted[k], row[k], values, scales);
+            load_piece(piece[k], values, scales, lane);
+        }
+#pragma unroll
+        for (u32 k = 0; k < ROWS; k++) {
+            if (first + k * span.step < span.stop) store_row<W, RAW>(a, wanted[k].table, wanted[k].item, piece[k], lane);
+        }
+    }
+}
+
+// Grid: x covers the ids of one table, y the tables.
+#define GATHER(NAME, W, ROWS, RAW)                                                                           \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Args a) {                 \
+        gather<W, ROWS, RAW>(a, InPlace{a}, grid_span<W>(a.items));                                          \
+    }
+
+#define GATHER_PEER(NAME, W, ROWS, RAW)                                                                      \
+    extern "C" __global__ void __launch_bounds__(256)                                                        \
+        NAME(const __grid_constant__ Args a, const __grid_constant__ Shards shards) {                        \
+        gather<W, ROWS, RAW>(a, Peers(a, shards), grid_span<W>(a.items));                                    \
+    }
+
+GATHER(gather_bf16_w8_r1, 8, 1, false)
+GATHER(gather_bf16_w8_r2, 8, 2, false)
+GATHER(gather_bf16_w8_r4, 8, 4, false)
+GATHER(gather_bf16_w8_r8, 8, 8, false)
+GATHER(gather_bf16_w16_r1, 16, 1, false)
+GATHER(gather_bf16_w16_r2, 16, 2, false)
+GATHER(gather_bf16_w16_r4, 16, 4, false)
+GATHER(gather_raw_w8_r1, 8, 1, true)
+GATHER(gather_raw_w8_r4, 8, 4, true)
+GATHER_PEER(gather_peer_bf16_w8_r1, 8, 1, false)
+GATHER_PEER(gather_peer_bf16_w8_r4, 8, 4, false)
+GATHER_PEER(gather_peer_raw_w8_r1, 8, 1, true)
+GATHER_PEER(gather_peer_raw_w8_r4, 8, 4, true)
+
+extern "C" __global__ void __launch_bounds__(256) dequantise_exchanged(const __grid_constant__ Args a) {
+    gather<8, 4, false>(a, Exchanged{a}, grid_span<8>(a.items));
+}
+
+// ---- Sorted gather: host tables, large batches --------------------------------------------------------
+// A row of host memory costs an address translation, unless its page was asked for just before. So ids are
+// put in order of address (buckets of a page or so; order inside a bucket is arbitrary), and each block
+// takes one run of that order, so that the rows of a page meet in one multiprocessor's translation cache.
+// Workspace: counters [tables * buckets + ZERO_BUCKETS], zeroed before; ranks [tables * items]; entries.
+
+struct Entry {
+    i64 row; // of the shard, or -1
+    u32 item, table;
+};
+
+__device__ __forceinline__ u32 counter_count(const Args& a) { return a.tables * a.buckets + ZERO_BUCKETS; }
+__device__ __forceinline__ u32* counters_of(const Args& a) { return (u32*)a.workspace; }
+__device__ __forceinline__ u32* ranks_of(const Args& a) { return counters_of(a) + (counter_count(a) + 3) / 4 * 4; }
+__device__ __forceinline__ Entry* entries_of(const Args& a) { return (Entry*)(ranks_of(a) + ((u64)a.tables * a.items + 3) / 4 * 4); }
+
+__device__ __forceinline__ u32 bucket_of(const Args& a, u32 table, u32 item, i64 row) {
+    return row < 0 ? a.tables * a.buckets + item % ZERO_BUCKETS : table * a.buckets + (u32)(row >> a.bucket_shift);
+}
+
+// One thread an id; grid y is the table.
+extern "C" __global__ void __launch_bounds__(256) sort_count(const __grid_constant__ Args a) {
+    const u32 item = blockIdx.x * blockDim.x + threadIdx.x, table = blockIdx.y;
+    if (item >= a.items) return;
+    const i64 row = row_of(a, wanted_at(a, table, item), true);
+    ranks_of(a)[table * a.items + item] = atomicAdd(&counters_of(a)[bucket_of(a, table, item, row)], 1u);
+}
+
+// Counters to the first place of each bucket, in one block: each thread sums a run of counters, the block
+// scans the sums, each thread writes its run.
+extern "C" __global__ void __launch_bounds__(1024) sort_scan(const __grid_constant__ Args a) {
+    __shared__ u32 warp_sums[32];
+    const u32 count = counter_count(a);
+    const u32 run = (count + blockDim.x * 4 - 1) / (blockDim.x * 4) * 4; // whole vectors of four
+    const u32 begin = threadIdx.x * run < count ? threadIdx.x * run : count;
+    const u32 end = begin + run < count ? begin + run : count;
+    u32* counters = counters_of(a);
+    u32 sum = 0;
+    for (u32 k = begin; k < end; k += 4) {
+        const uint4 v = *(const uint4*)(counters + k);
+        sum += v.x + v.y + v.z + v.w;
+    }
+    u32 before = sum;
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+        const u32 other = __shfl_up_sync(~0u, before, distance);
+        if (threadIdx.x % 32 >= distance) before += other;
+    }
+    if (threadIdx.x % 32 == 31) warp_sums[threadIdx.x / 32] = before;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        u32 total = warp_sums[threadIdx.x];
+        for (u32 distance = 1; distance < 32; distance *= 2) {
+            const u32 other = __shfl_up_sync(~0u, total, distance);
+            if (threadIdx.x >= distance) total += other;
+        }
+        warp_sums[threadIdx.x] = total;
+    }
+    __syncthreads();
+    before -= sum;
+    if (threadIdx.x >= 32) before += warp_sums[threadIdx.x / 32 - 1];
+    for (u32 k = begin; k < end; k += 4) {
+        uint4 v = *(const uint4*)(counters + k);
+        const u32 a0 = before, a1 = a0 + v.x, a2 = a1 + v.y, a3 = a2 + v.z;
+        before = a3 + v.w;
+        *(uint4*)(counters + k) = make_uint4(a0, a1, a2, a3);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) sort_place(const __grid_constant__ Args a) {
+    const u32 item = blockIdx.x * blockDim.x + threadIdx.x, table = blockIdx.y;
+    if (item >= a.items) return;
+    const i64 row = row_of(a, wanted_at(a, table, item), false);
+    const u32 place = counters_of(a)[bucket_of(a, table, item, row)] + ranks_of(a)[table * a.items + item];
+    entries_of(a)[place] = Entry{row, item, table};
+}
+
+struct InOrder : InPlace {
+    const Entry* entries;
+    __device__ explicit InOrder(const Args& a) : InPlace{a}, entries(entries_of(a)) {}
+    __device__ Wanted want(u32 index) const {
+        const int4 v = *(const int4*)(entries + index); // one load
+        return Wanted{(i64)((u64)(u32)v.x | (u64)(u32)v.y << 32), (u32)v.z, (u32)v.w, 0};
+    }
+    __device__ i64 row(const Wanted& wanted, bool) const { return wanted.id; }
+};
+
+#define GATHER_SORTED(NAME, ROWS, RAW)                                                                       \
+    extern "C" __global__ void __launch_bounds__(1024) NAME(const __grid_constant__ Args a) {                \
+        gather<8, ROWS, RAW>(a, InOrder(a), block_span<8>((u64)a.tables * a.items));                         \
+    }
+
+GATHER_SORTED(gather_sorted_bf16_r1, 1, false)
+GATHER_SORTED(gather_sorted_bf16_r2, 2, false)
+GATHER_SORTED(gather_sorted_bf16_r4, 4, false)
+GATHER_SORTED(gather_sorted_raw_r1, 1, true)
+// Measuring only: the same order, dealt out over the whole grid.
+extern "C" __global__ void __launch_bounds__(1024) gather_dealt_bf16_r1(const __grid_constant__ Args a) {
+    gather<8, 1, false>(a, InOrder(a), grid_span<8>(a.tables * a.items));
+}

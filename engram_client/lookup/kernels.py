@@ -1,0 +1,311 @@
+"""The lookup kernels as Python calls on addresses: what gather.cu's structs hold and how a launch is shaped.
+
+Nothing here allocates, synchronises or knows torch: callers pass device addresses and a stream, so every
+call can be captured in a CUDA graph. `Gather` is made once for a set of mapped tables; calling it packs a
+few numbers and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from engram_client.errors import CudaCallFailed, Unsupported
+from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat
+from engram_client.lookup import driver, nvrtc
+from engram_client.lookup.shapes import Memory, Shape, bucket_shift, shape_for, sorts
+
+MAX_TABLES = 4
+MAX_SHARDS = 64
+ZERO_BUCKETS = 64
+MAX_ITEMS = 2**31 - 1
+BF16_ROW_BYTES = 2 * ROW_VALUES
+
+# The mirror of struct Args: what changes from launch to launch, what stays, and one Table.
+_PER_LAUNCH = struct.Struct(f"<Q3q{2 * MAX_TABLES}QQ6I")
+_FIXED = struct.Struct("<6I")
+_TABLE = struct.Struct("<QQqqqQQII")
+_SHARD = struct.Struct("<QQq")
+_ARGS_BYTES = _PER_LAUNCH.size + _FIXED.size + MAX_TABLES * _TABLE.size
+
+
+class Part(NamedTuple):
+    """Rows `[start, stop)` of a table, at `address` as the GPU sees it, 16-byte aligned."""
+
+    address: int
+    start: int
+    stop: int
+
+    def planes(self, row_format: RowFormat) -> tuple[int, int]:
+        """Addresses of the first row's values and scales."""
+        values = (self.stop - self.start) * ROW_VALUES if row_format is RowFormat.PLANAR else ROW_VALUES
+        return self.address, self.address + values
+
+
+class Source(NamedTuple):
+    """One table as a launch reads it.
+
+    parts: what can be read, in row order; one part, or all shards for a peer read.
+    rows: rows of the whole table.
+    column_starts: device address of int64 `[columns + 1]`, the first row of each column of the ids and the
+    end of the last; 0 where ids are not hashed.
+    invalid: device address of three zeroed 64-bit words: count, one invalid id, its position.
+    """
+
+    parts: tuple[Part, ...]
+    rows: int
+    invalid: int
+    column_starts: int = 0
+
+
+class Ids(NamedTuple):
+    """Row ids in device memory: `[tables, tokens, columns]` with any strides, in bytes."""
+
+    address: int
+    id_bytes: int
+    tokens: int
+    columns: int
+    token_stride: int
+    column_stride: int
+    table_stride: int = 0
+
+
+class Out(NamedTuple):
+    """Where one table's rows go: `[tokens * columns]` rows, 16-byte aligned. `scales` for raw rows only."""
+
+    values: int
+    scales: int = 0
+
+
+def division_constants(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift) with which the kernels divide numbers below 2^31 by `divisor`."""
+    shift = (divisor - 1).bit_length()
+    return (((1 << shift) - divisor) << 32) // divisor + 1, shift
+
+
+class Kernels:
+    """The compiled kernels, loaded on one GPU. `Kernels.on(ordinal)` gives the process's one set a GPU."""
+
+    _loaded: ClassVar[dict[int, Kernels]] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def on(cls, ordinal: int) -> Kernels:
+        """Compiles (or reads from the cache) and loads at first use.
+
+        Raises CudaUnavailable, KernelCompileFailed or CudaCallFailed.
+        """
+        with cls._lock:
+            if ordinal not in cls._loaded:
+                cls._loaded[ordinal] = cls(ordinal)
+            return cls._loaded[ordinal]
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        with driver.primary_context(ordinal) as device:
+            major = driver.attribute(device, "COMPUTE_CAPABILITY_MAJOR")
+            minor = driver.attribute(device, "COMPUTE_CAPABILITY_MINOR")
+            self.multiprocessors = driver.attribute(device, "MULTIPROCESSOR_COUNT")
+            self.cubin = nvrtc.cubin(f"sm_{major}{minor}")
+            self._library = driver.call("cuLibraryLoadData", self.cubin.code, [], [], 0, [], [], 0)
+        self._functions: dict[str, Any] = {}
+        self._launch = driver.bindings().cuLaunchKernel
+
+    def function(self, name: str) -> Any:
+        """The CUfunction of kernel `name` in this GPU's primary context."""
+        if name not in self._functions:
+            with driver.primary_context(self.ordinal):
+                kernel = driver.call("cuLibraryGetKernel", self._library, name.encode())
+                self._functions[name] = driver.call("cuKernelGetFunction", kernel)
+        return self._functions[name]
+
+    def launch(self, function: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
+        """Launches on `stream` of the current context; `parameters` is the address of the parameter pointers."""
+        (code,) = self._launch(function, grid[0], grid[1], 1, threads, 1, 1, 0, stream, parameters, 0)
+        if code:
+            raise self.failure("cuLaunchKernel", code)
+
+    @staticmethod
+    def failure(name: str, code: Any) -> CudaCallFailed:
+        return driver.failure(driver.bindings(), name, code)
+
+
+class _Parameters:
+    """Args (and Shards) in memory of their own, with the array of pointers that a launch takes."""
+
+    def __init__(self, shards: bytes | None) -> None:
+        self.args = ctypes.create_string_buffer(_ARGS_BYTES)
+        self._shards = ctypes.create_string_buffer(shards, len(shards)) if shards else None
+        blocks = [self.args] if self._shards is None else [self.args, self._shards]
+        self._pointers = (ctypes.c_void_p * len(blocks))(*(ctypes.addressof(block) for block in blocks))
+        self.address = ctypes.addressof(self._pointers)
+
+
+class Gather:
+    """Looks ids up in `sources` (one launch for all of them), or assembles exchanged rows.
+
+    memory: where the tables are; it decides the launch shape. raw: outputs are values and scales as stored,
+    with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256].
+
+    Raises Unsupported for more tables or shards than one launch takes.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        sources: Sequence[Source],
+        row_format: RowFormat,
+        memory: Memory,
+        *,
+        raw: bool = False,
+        out_strides: tuple[int, int] = (ROW_BYTES, ROW_BYTES),
+    ) -> None:
+        shards = [part for source in sources for part in source.parts]
+        self._peer = any(len(source.parts) > 1 for source in sources)
+        for what, count, limit in (("tables", len(sources), MAX_TABLES), ("shards", len(shards), MAX_SHARDS)):
+            if count > limit:
+                raise Unsupported(
+                    feature=f"{count} {what} in one launch", reason=f"at most {limit}", remedy="look up fewer at once"
+                )
+        self._kernels, self._format, self._memory, self._raw = kernels, row_format, memory, raw
+        self.tables = len(sources)
+        self._row_span = max(part.stop - part.start for part in shards)
+        self._lock = threading.Lock()
+        packed = b"".join(_SHARD.pack(*part.planes(row_format), part.start) for part in shards)
+        self._parameters = _Parameters(packed.ljust(MAX_SHARDS * _SHARD.size, b"\0") if self._peer else None)
+        self._pack_tables(sources)
+        self._strides = (ROW_BYTES, ROW_BYTES) if row_format is RowFormat.PACKED else (ROW_VALUES, ROW_SCALES)
+        self._out_strides = out_strides if raw else (BF16_ROW_BYTES, 0)
+        self._pack_fixed()
+
+    def _pack_tables(self, sources: Sequence[Source]) -> None:
+        shard = 0
+        for index, source in enumerate(sources):
+            first, last = source.parts[0], source.parts[-1]
+            _TABLE.pack_into(
+                self._parameters.args,
+                _PER_LAUNCH.size + _FIXED.size + index * _TABLE.size,
+                *first.planes(self._format),
+                first.start,
+                last.stop,
+                source.rows,
+                source.column_starts,
+                source.invalid,
+                shard,
+                len(source.parts),
+            )
+            shard += len(source.parts)
+
+    def _pack_fixed(self) -> None:
+        self._bucket_shift = bucket_shift(self._row_span)
+        self._buckets = (self._row_span >> self._bucket_shift) + 1
+        _FIXED.pack_into(
+            self._parameters.args,
+            _PER_LAUNCH.size,
+            *self._strides,
+            *self._out_strides,
+            self._bucket_shift,
+            self._buckets,
+        )
+
+    def workspace_bytes(self, items: int) -> int:
+        """Bytes of workspace that a launch for `items` ids a table takes, 16-byte aligned; 0 for none."""
+        if not self.sorts(items):
+            return 0
+        return 4 * _round4(self._counters) + (4 + 16) * _round4(self.tables * items)
+
+    def sorts(self, items: int) -> bool:
+        """Whether a launch for `items` ids a table puts them in order of address first."""
+        return sorts(self._memory, self._peer, items * self.tables)
+
+    @property
+    def _counters(self) -> int:
+        return self.tables * self._buckets + ZERO_BUCKETS
+
+    def __call__(self, ids: Ids, outs: Sequence[Out], stream: int, workspace: int = 0) -> None:
+        """Launches the lookup of `ids` into `outs` (one a table) on `stream`.
+
+        workspace: device memory of `workspace_bytes(tokens * columns)`; 0 reads the ids in their own order.
+        Raises Unsupported for 2^31 ids or more, CudaCallFailed.
+        """
+        items = ids.tokens * ids.columns
+        if items == 0:
+            return
+        if items > MAX_ITEMS // self.tables:
+            raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
+        addresses = [address for out in outs for address in out]
+        addresses += [0] * (2 * MAX_TABLES - len(addresses))
+        ordered = workspace != 0 and self.sorts(items)
+        shape = shape_for(
+            self._memory,
+            self._format,
+            items,
+            self.tables,
+            self._kernels.multiprocessors,
+            self._raw,
+            self._peer,
+            ordered,
+        )
+        with self._lock:
+            _PER_LAUNCH.pack_into(
+                self._parameters.args,
+                0,
+                ids.address,
+                ids.token_stride,
+                ids.column_stride,
+                ids.table_stride,
+                *addresses,
+                workspace,
+                items,
+                ids.columns,
+                *division_constants(ids.columns),
+                ids.id_bytes,
+                self.tables,
+            )
+            if ordered:
+                self._sort(items, stream, workspace)
+            self._launch(shape, stream)
+
+    def _launch(self, shape: Shape, stream: int) -> None:
+        function = self._kernels.function(shape.kernel)
+        self._kernels.launch(function, shape.grid, shape.threads, stream, self._parameters.address)
+
+    def _sort(self, items: int, stream: int, workspace: int) -> None:
+        driver.call("cuMemsetD32Async", workspace, 0, _round4(self._counters), stream)
+        grid = (-(-items // 256), self.tables)
+        self._launch(Shape("sort_count", grid, 256), stream)
+        self._launch(Shape("sort_scan", (1, 1), 1024), stream)
+        self._launch(Shape("sort_place", grid, 256), stream)
+
+
+def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows: int, out: int, stream: int) -> None:
+    """Dequantises what an all-gather of raw rows left at `raw_rows`, `[shards, tokens, columns / shards, 264]`,
+    to bfloat16 `[tokens, columns, 256]` at `out`. Raises CudaCallFailed."""
+    items = tokens * columns
+    if items == 0:
+        return
+    parameters = _Parameters(None)
+    _PER_LAUNCH.pack_into(
+        parameters.args,
+        0,
+        *(0, 0, 0, 0),
+        *(out, *[0] * (2 * MAX_TABLES - 1)),
+        0,
+        items,
+        columns,
+        *division_constants(columns),
+        8,
+        1,
+    )
+    _FIXED.pack_into(parameters.args, _PER_LAUNCH.size, ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES, 0, 0, 0)
+    _TABLE.pack_into(parameters.args, _PER_LAUNCH.size + _FIXED.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
+    groups = -(-items // 4)
+    shape = Shape("dequantise_exchanged", (-(-groups // 8), 1), 256)
+    kernels.launch(kernels.function(shape.kernel), shape.grid, shape.threads, stream, parameters.address)
+
+
+def _round4(count: int) -> int:
+    return -(-count // 4) * 4
