@@ -41,19 +41,22 @@ struct Table {
     u32 shard_first, shard_count;
 };
 
+// Ordered by who is read first: a launch of one token waits for each cache line of its parameters.
 struct Args {
     const u8* ids;
-    i64 token_stride, column_stride, table_stride; // bytes
+    i64 token_stride, column_stride; // bytes
+    u32 items;                       // ids a table: tokens * columns
+    u32 columns, division_multiplier, division_shift;
+    u32 id_bytes;                   // 4 or 8
+    u32 value_stride, scale_stride; // bytes from row to row in the table
+    u32 out_value_stride;           // and in the output
+    i64 table_stride;               // bytes from table to table in the ids
     Output out[MAX_TABLES];
     u8* workspace;
-    u32 items; // ids a table: tokens * columns
-    u32 columns, division_multiplier, division_shift;
-    u32 id_bytes; // 4 or 8
     u32 tables;
-    // From here on nothing changes between launches.
-    u32 value_stride, scale_stride;         // bytes from row to row in the table
-    u32 out_value_stride, out_scale_stride; // and in the output
-    u32 bucket_shift, buckets;              // buckets of 2^bucket_shift rows, `buckets` a table
+    u32 out_scale_stride;
+    u32 bucket_shift, buckets; // buckets of 2^bucket_shift rows, `buckets` a table
+    u32 chunk, unused;         // ordered rows that a group takes in turn
     Table table[MAX_TABLES];
 };
 
@@ -117,7 +120,7 @@ __device__ __forceinline__ float scale_factor(u32 scale) {
 __device__ __forceinline__ void decode2(u32 pair, float& low, float& high) {
 #if __CUDA_ARCH__ >= 890
     u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)pair));
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a;}" : "=r"(halves) : "r"(pair));
     asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(low), "=f"(high) : "r"(halves));
 #else
     // The code's exponent and mantissa at fp32's place are the value times 2^-120, subnormals included.
@@ -156,21 +159,34 @@ __device__ __forceinline__ u32 rounded2(u32 pair, u32 scale) {
     return rounded1(low, pair, scale) | rounded1(high, pair >> 8, scale) << 16;
 }
 
-template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
+// The general case for 8 values, rare: a call, because a launch of one token pays for every instruction that
+// it has to fetch on its way.
+__device__ __noinline__ void store_rounded(u8* out, u32 first, u32 second, u32 scale) {
+#pragma unroll 1
+    for (u32 k = 0; k < 2; k++) {
+        const u32 a = rounded2(first & 0xFFFFu, scale), b = rounded2(first >> 16, scale);
+        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(out + k * 8), "r"(a), "r"(b) : "memory");
+        first = second;
+    }
+}
+
+template <int W> __device__ __forceinline__ bool is_exact(const Piece<W>& piece) {
     bool exact = piece.scale - 3u <= 251u;
 #pragma unroll
     for (int k = 0; k < W / 4; k++) exact = exact && !has_nan_code(piece.words[k]);
-    u32 result[W / 2];
-    if (exact) {
-        const float factor = scale_factor(piece.scale);
+    return exact;
+}
+
+template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
+    const bool exact = is_exact(piece);
+    const float factor = scale_factor(piece.scale);
 #pragma unroll
-        for (int k = 0; k < W / 2; k++) result[k] = exact2(piece.words[k / 2] >> (k % 2 * 16) & 0xFFFFu, factor);
-    } else {
-#pragma unroll
-        for (int k = 0; k < W / 2; k++) result[k] = rounded2(piece.words[k / 2] >> (k % 2 * 16) & 0xFFFFu, piece.scale);
+    for (int k = 0; k < W / 4; k += 2) {
+        const u32 a = piece.words[k], b = piece.words[k + 1];
+        u8* to = out + lane * W * 2 + k * 8;
+        if (__builtin_expect(exact, 1)) store16(to, exact2(a, factor), exact2(a >> 16, factor), exact2(b, factor), exact2(b >> 16, factor));
+        else store_rounded(to, a, b, piece.scale);
     }
-#pragma unroll
-    for (int k = 0; k < W / 2; k += 4) store16(out + lane * W * 2 + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
 }
 
 // Only W = 8: rows of 264 bytes are 8-byte aligned.
@@ -201,17 +217,12 @@ __device__ __forceinline__ i64 load_id(const Args& a, u32 table, u32 token, u32 
     return a.id_bytes == 8 ? *(const i64*)p : (i64) * (const int*)p;
 }
 
-// Whether `id` names a row. Negative ids are padding, and in a hashed batch an idle slot has id 0 in every
-// column: neither is counted.
-__device__ __forceinline__ bool is_valid(const Table& table, u32 column, i64 id, u32 item, bool counts) {
-    if (id < 0) return false;
-    bool valid = id < table.rows;
-    if (table.column_starts) valid = id >= table.column_starts[column] && id < table.column_starts[column + 1];
-    if (!valid && counts && !(table.column_starts && id == 0) && atomicAdd(table.invalid, 1ull) == 0) {
-        table.invalid[1] = (u64)id;
-        table.invalid[2] = item;
+// Counts an invalid id and keeps the first that comes. A call: see store_rounded.
+__device__ __noinline__ void report(u64* invalid, i64 id, u32 item) {
+    if (atomicAdd(invalid, 1ull) == 0) {
+        invalid[1] = (u64)id;
+        invalid[2] = item;
     }
-    return valid;
 }
 
 // One wanted row on its way: which id, and where its values go.
@@ -225,21 +236,29 @@ __device__ __forceinline__ Wanted wanted_at(const Args& a, u32 table, u32 item) 
     return Wanted{load_id(a, table, token, column), item, table, column};
 }
 
-// The wanted row within this launch's shard, or -1 for a row of zeros.
+// The wanted row within this launch's shard, or -1 for a row of zeros. Negative ids are padding, and in a
+// hashed batch an idle slot has id 0 in every column: neither is counted.
 __device__ __forceinline__ i64 row_of(const Args& a, const Wanted& wanted, bool counts) {
     const Table& table = a.table[wanted.table];
-    const bool owned = is_valid(table, wanted.column, wanted.id, wanted.item, counts) && wanted.id >= table.start &&
-                       wanted.id < table.stop;
-    return owned ? wanted.id - table.start : -1;
+    const i64 id = wanted.id;
+    bool valid = (u64)id < (u64)table.rows;
+    if (table.column_starts) {
+        const i64* start = table.column_starts + wanted.column;
+        valid = id >= start[0] && id < start[1];
+    }
+    if (__builtin_expect(!valid && id >= 0 && counts, 0)) {
+        if (!table.column_starts || id != 0) report(table.invalid, id, wanted.item);
+    }
+    return valid && id >= table.start && id < table.stop ? id - table.start : -1;
 }
 
 // ---- Sources: where the k-th row of a launch comes from ----------------------------------------------
 // want() starts the read of an id, row() decides, locate() gives addresses. Kept apart so that the reads of
 // several rows are in flight before the first of them is needed.
 
-struct InPlace {
+template <bool ONE_TABLE> struct InPlace {
     const Args& a;
-    __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
+    __device__ Wanted want(u32 index) const { return wanted_at(a, ONE_TABLE ? 0 : blockIdx.y, index); }
     __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.table[wanted.table];
@@ -248,9 +267,11 @@ struct InPlace {
     }
 };
 
-struct Peers : InPlace {
+struct Peers {
+    const Args& a;
     const Shards& shards;
-    __device__ Peers(const Args& a, const Shards& shards) : InPlace{a}, shards(shards) {}
+    __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
+    __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.table[wanted.table];
         u32 low = table.shard_first, high = table.shard_first + table.shard_count;
@@ -292,13 +313,6 @@ template <int W> __device__ __forceinline__ Span grid_span(u32 items) {
     return Span{(blockIdx.x * blockDim.x + threadIdx.x) / LANES, items, gridDim.x * blockDim.x / LANES};
 }
 
-// Each block takes one run of consecutive rows.
-template <int W> __device__ __forceinline__ Span block_span(u64 items) {
-    constexpr u32 LANES = ROW_VALUES / W;
-    const u32 begin = (u32)(items * blockIdx.x / gridDim.x), end = (u32)(items * (blockIdx.x + 1) / gridDim.x);
-    return Span{begin + threadIdx.x / LANES, end, blockDim.x / LANES};
-}
-
 template <int W, int ROWS, bool RAW, class Source>
 __device__ __forceinline__ void gather(const Args& a, const Source& source, const Span span) {
     const u32 lane = threadIdx.x % (ROW_VALUES / W);
@@ -329,30 +343,28 @@ __device__ __forceinline__ void gather(const Args& a, const Source& source, cons
 }
 
 // Grid: x covers the ids of one table, y the tables.
-#define GATHER(NAME, W, ROWS, RAW)                                                                           \
+#define GATHER(NAME, ONE_TABLE, W, ROWS, RAW)                                                                           \
     extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Args a) {                 \
-        gather<W, ROWS, RAW>(a, InPlace{a}, grid_span<W>(a.items));                                          \
+        gather<W, ROWS, RAW>(a, InPlace<ONE_TABLE>{a}, grid_span<W>(a.items));                                          \
     }
 
 #define GATHER_PEER(NAME, W, ROWS, RAW)                                                                      \
     extern "C" __global__ void __launch_bounds__(256)                                                        \
         NAME(const __grid_constant__ Args a, const __grid_constant__ Shards shards) {                        \
-        gather<W, ROWS, RAW>(a, Peers(a, shards), grid_span<W>(a.items));                                    \
+        gather<W, ROWS, RAW>(a, Peers{a, shards}, grid_span<W>(a.items));                                    \
     }
 
-GATHER(gather_bf16_w8_r1, 8, 1, false)
-GATHER(gather_bf16_w8_r2, 8, 2, false)
-GATHER(gather_bf16_w8_r4, 8, 4, false)
-GATHER(gather_bf16_w8_r8, 8, 8, false)
-GATHER(gather_bf16_w16_r1, 16, 1, false)
-GATHER(gather_bf16_w16_r2, 16, 2, false)
-GATHER(gather_bf16_w16_r4, 16, 4, false)
-GATHER(gather_raw_w8_r1, 8, 1, true)
-GATHER(gather_raw_w8_r4, 8, 4, true)
+GATHER(gather_one_bf16_w8_r1, true, 8, 1, false)
+GATHER(gather_one_bf16_w16_r1, true, 16, 1, false)
+GATHER(gather_bf16_w8_r1, false, 8, 1, false)
+GATHER(gather_bf16_w8_r2, false, 8, 2, false)
+GATHER(gather_bf16_w16_r1, false, 16, 1, false)
+GATHER(gather_raw_w8_r1, false, 8, 1, true)
+GATHER(gather_raw_w8_r2, false, 8, 2, true)
 GATHER_PEER(gather_peer_bf16_w8_r1, 8, 1, false)
-GATHER_PEER(gather_peer_bf16_w8_r4, 8, 4, false)
+GATHER_PEER(gather_peer_bf16_w8_r2, 8, 2, false)
 GATHER_PEER(gather_peer_raw_w8_r1, 8, 1, true)
-GATHER_PEER(gather_peer_raw_w8_r4, 8, 4, true)
+GATHER_PEER(gather_peer_raw_w8_r2, 8, 2, true)
 
 extern "C" __global__ void __launch_bounds__(256) dequantise_exchanged(const __grid_constant__ Args a) {
     gather<8, 4, false>(a, Exchanged{a}, grid_span<8>(a.items));
@@ -434,26 +446,42 @@ extern "C" __global__ void __launch_bounds__(256) sort_place(const __grid_consta
     entries_of(a)[place] = Entry{row, item, table};
 }
 
-struct InOrder : InPlace {
+struct InOrder {
+    const Args& a;
     const Entry* entries;
-    __device__ explicit InOrder(const Args& a) : InPlace{a}, entries(entries_of(a)) {}
     __device__ Wanted want(u32 index) const {
         const int4 v = *(const int4*)(entries + index); // one load
         return Wanted{(i64)((u64)(u32)v.x | (u64)(u32)v.y << 32), (u32)v.z, (u32)v.w, 0};
     }
     __device__ i64 row(const Wanted& wanted, bool) const { return wanted.id; }
+    __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
+        const Table& table = a.table[wanted.table];
+        values = table.values + row * a.value_stride;
+        scales = table.scales + row * a.scale_stride;
+    }
 };
 
-#define GATHER_SORTED(NAME, ROWS, RAW)                                                                       \
-    extern "C" __global__ void __launch_bounds__(1024) NAME(const __grid_constant__ Args a) {                \
-        gather<8, ROWS, RAW>(a, InOrder(a), block_span<8>((u64)a.tables * a.items));                         \
+template <bool RAW> __device__ __forceinline__ void gather_chunks(const Args& a) {
+    const InOrder source{a, entries_of(a)};
+    const u32 lane = threadIdx.x % 32, total = a.tables * a.items, step = gridDim.x * blockDim.x / 32 * a.chunk;
+    for (u32 begin = (blockIdx.x * blockDim.x + threadIdx.x) / 32 * a.chunk; begin < total; begin += step) {
+        const u32 end = total - begin < a.chunk ? total : begin + a.chunk;
+        Wanted next = source.want(begin);
+#pragma unroll 1
+        for (u32 index = begin; index < end; index++) {
+            const Wanted wanted = next;
+            next = source.want(index + 1 < end ? index + 1 : index);
+            Piece<8> piece;
+            zero_piece(piece, RAW ? 0 : NEUTRAL_SCALE);
+            if (wanted.id >= 0) {
+                const u8 *values, *scales;
+                source.locate(wanted, wanted.id, values, scales);
+                load_piece(piece, values, scales, lane);
+            }
+            store_row<8, RAW>(a, wanted.table, wanted.item, piece, lane);
+        }
     }
-
-GATHER_SORTED(gather_sorted_bf16_r1, 1, false)
-GATHER_SORTED(gather_sorted_bf16_r2, 2, false)
-GATHER_SORTED(gather_sorted_bf16_r4, 4, false)
-GATHER_SORTED(gather_sorted_raw_r1, 1, true)
-// Measuring only: the same order, dealt out over the whole grid.
-extern "C" __global__ void __launch_bounds__(1024) gather_dealt_bf16_r1(const __grid_constant__ Args a) {
-    gather<8, 1, false>(a, InOrder(a), grid_span<8>(a.tables * a.items));
 }
+
+extern "C" __global__ void __launch_bounds__(1024) gather_ordered_bf16(const __grid_constant__ Args a) { gather_chunks<false>(a); }
+extern "C" __global__ void __launch_bounds__(1024) gather_ordered_raw(const __grid_constant__ Args a) { gather_chunks<true>(a); }

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from engram_client.errors import CudaCallFailed, Unsupported
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat
 from engram_client.lookup import driver, nvrtc
-from engram_client.lookup.shapes import Memory, Shape, bucket_shift, shape_for, sorts
+from engram_client.lookup.shapes import Kind, Memory, bucket_shift, exchange_shape, shape_for, sorts
 
 MAX_TABLES = 4
 MAX_SHARDS = 64
@@ -24,12 +24,13 @@ ZERO_BUCKETS = 64
 MAX_ITEMS = 2**31 - 1
 BF16_ROW_BYTES = 2 * ROW_VALUES
 
-# The mirror of struct Args: what changes from launch to launch, what stays, and one Table.
-_PER_LAUNCH = struct.Struct(f"<Q3q{2 * MAX_TABLES}QQ6I")
-_FIXED = struct.Struct("<6I")
+# The mirrors of struct Args up to its tables, of struct Table and of struct Shard.
+_HEAD = struct.Struct(f"<Q2q8Iq{2 * MAX_TABLES}QQ6I")
 _TABLE = struct.Struct("<QQqqqQQII")
 _SHARD = struct.Struct("<QQq")
-_ARGS_BYTES = _PER_LAUNCH.size + _FIXED.size + MAX_TABLES * _TABLE.size
+_ARGS_BYTES = _HEAD.size + MAX_TABLES * _TABLE.size
+_PLANS_KEPT = 1024
+_SORT_THREADS = 256
 
 
 class Part(NamedTuple):
@@ -144,8 +145,19 @@ class _Parameters:
         self.address = ctypes.addressof(self._pointers)
 
 
+class _Plan(NamedTuple):
+    """What a launch for one batch size needs beyond its addresses; made once a batch size."""
+
+    items: int
+    function: Any
+    grid: tuple[int, int]
+    threads: int
+    division: tuple[int, int]
+    chunk: int
+
+
 class Gather:
-    """Looks ids up in `sources` (one launch for all of them), or assembles exchanged rows.
+    """Looks ids up in `sources`, one launch for all of them.
 
     memory: where the tables are; it decides the launch shape. raw: outputs are values and scales as stored,
     with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256].
@@ -164,31 +176,37 @@ class Gather:
         out_strides: tuple[int, int] = (ROW_BYTES, ROW_BYTES),
     ) -> None:
         shards = [part for source in sources for part in source.parts]
-        self._peer = any(len(source.parts) > 1 for source in sources)
         for what, count, limit in (("tables", len(sources), MAX_TABLES), ("shards", len(shards), MAX_SHARDS)):
             if count > limit:
                 raise Unsupported(
                     feature=f"{count} {what} in one launch", reason=f"at most {limit}", remedy="look up fewer at once"
                 )
-        self._kernels, self._format, self._memory, self._raw = kernels, row_format, memory, raw
+        self._kernels = kernels
         self.tables = len(sources)
-        self._row_span = max(part.stop - part.start for part in shards)
+        peer = any(len(source.parts) > 1 for source in sources)
+        self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer)
+        row_span = max(part.stop - part.start for part in shards)
+        shift = bucket_shift(row_span)
+        self._buckets = (row_span >> shift) + 1
+        table_strides = (ROW_BYTES, ROW_BYTES) if row_format is RowFormat.PACKED else (ROW_VALUES, ROW_SCALES)
+        out_value_stride, out_scale_stride = out_strides if raw else (BF16_ROW_BYTES, 0)
+        self._strides = (*table_strides, out_value_stride)
+        self._fixed = (self.tables, out_scale_stride, shift, self._buckets)
+        self._no_outs = (0,) * (2 * (MAX_TABLES - self.tables))
+        self._plans: dict[tuple[int, int, bool], _Plan] = {}
         self._lock = threading.Lock()
         packed = b"".join(_SHARD.pack(*part.planes(row_format), part.start) for part in shards)
-        self._parameters = _Parameters(packed.ljust(MAX_SHARDS * _SHARD.size, b"\0") if self._peer else None)
-        self._pack_tables(sources)
-        self._strides = (ROW_BYTES, ROW_BYTES) if row_format is RowFormat.PACKED else (ROW_VALUES, ROW_SCALES)
-        self._out_strides = out_strides if raw else (BF16_ROW_BYTES, 0)
-        self._pack_fixed()
+        self._parameters = _Parameters(packed.ljust(MAX_SHARDS * _SHARD.size, b"\0") if peer else None)
+        self._pack_tables(sources, row_format)
 
-    def _pack_tables(self, sources: Sequence[Source]) -> None:
+    def _pack_tables(self, sources: Sequence[Source], row_format: RowFormat) -> None:
         shard = 0
         for index, source in enumerate(sources):
             first, last = source.parts[0], source.parts[-1]
             _TABLE.pack_into(
                 self._parameters.args,
-                _PER_LAUNCH.size + _FIXED.size + index * _TABLE.size,
-                *first.planes(self._format),
+                _HEAD.size + index * _TABLE.size,
+                *first.planes(row_format),
                 first.start,
                 last.stop,
                 source.rows,
@@ -199,27 +217,15 @@ class Gather:
             )
             shard += len(source.parts)
 
-    def _pack_fixed(self) -> None:
-        self._bucket_shift = bucket_shift(self._row_span)
-        self._buckets = (self._row_span >> self._bucket_shift) + 1
-        _FIXED.pack_into(
-            self._parameters.args,
-            _PER_LAUNCH.size,
-            *self._strides,
-            *self._out_strides,
-            self._bucket_shift,
-            self._buckets,
-        )
-
     def workspace_bytes(self, items: int) -> int:
-        """Bytes of workspace that a launch for `items` ids a table takes, 16-byte aligned; 0 for none."""
+        """Bytes of workspace, 16-byte aligned, that a launch for `items` ids a table takes; 0 for none."""
         if not self.sorts(items):
             return 0
         return 4 * _round4(self._counters) + (4 + 16) * _round4(self.tables * items)
 
     def sorts(self, items: int) -> bool:
         """Whether a launch for `items` ids a table puts them in order of address first."""
-        return sorts(self._memory, self._peer, items * self.tables)
+        return sorts(self._kind, items)
 
     @property
     def _counters(self) -> int:
@@ -231,54 +237,63 @@ class Gather:
         workspace: device memory of `workspace_bytes(tokens * columns)`; 0 reads the ids in their own order.
         Raises Unsupported for 2^31 ids or more, CudaCallFailed.
         """
-        items = ids.tokens * ids.columns
-        if items == 0:
+        address, id_bytes, tokens, columns, token_stride, column_stride, table_stride = ids
+        key = (tokens, columns, workspace != 0)
+        plan = self._plans.get(key) or self._plan(*key)
+        if plan.items == 0:
             return
-        if items > MAX_ITEMS // self.tables:
-            raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
-        addresses = [address for out in outs for address in out]
-        addresses += [0] * (2 * MAX_TABLES - len(addresses))
-        ordered = workspace != 0 and self.sorts(items)
-        shape = shape_for(
-            self._memory,
-            self._format,
-            items,
-            self.tables,
-            self._kernels.multiprocessors,
-            self._raw,
-            self._peer,
-            ordered,
-        )
+        addresses = outs[0] if len(outs) == 1 else tuple(address for out in outs for address in out)
         with self._lock:
-            _PER_LAUNCH.pack_into(
+            _HEAD.pack_into(
                 self._parameters.args,
                 0,
-                ids.address,
-                ids.token_stride,
-                ids.column_stride,
-                ids.table_stride,
+                address,
+                token_stride,
+                column_stride,
+                plan.items,
+                columns,
+                *plan.division,
+                id_bytes,
+                *self._strides,
+                table_stride,
                 *addresses,
+                *self._no_outs,
                 workspace,
-                items,
-                ids.columns,
-                *division_constants(ids.columns),
-                ids.id_bytes,
-                self.tables,
+                *self._fixed,
+                plan.chunk,
+                0,
             )
-            if ordered:
-                self._sort(items, stream, workspace)
-            self._launch(shape, stream)
+            if plan.chunk:
+                self._sort(plan.items, stream, workspace)
+            self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
 
-    def _launch(self, shape: Shape, stream: int) -> None:
-        function = self._kernels.function(shape.kernel)
-        self._kernels.launch(function, shape.grid, shape.threads, stream, self._parameters.address)
+    def _plan(self, tokens: int, columns: int, has_workspace: bool) -> _Plan:
+        items = tokens * columns
+        if items > MAX_ITEMS // self.tables:
+            raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
+        ordered = has_workspace and self.sorts(items)
+        shape = shape_for(self._kind, items, self._kernels.multiprocessors, ordered=ordered)
+        plan = _Plan(
+            items,
+            self._kernels.function(shape.kernel) if items else None,
+            shape.grid,
+            shape.threads,
+            division_constants(max(columns, 1)),
+            shape.chunk,
+        )
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[tokens, columns, has_workspace] = plan
+        return plan
 
     def _sort(self, items: int, stream: int, workspace: int) -> None:
+        """Leaves the ids in order of address in the workspace."""
+        kernels, parameters = self._kernels, self._parameters.address
         driver.call("cuMemsetD32Async", workspace, 0, _round4(self._counters), stream)
-        grid = (-(-items // 256), self.tables)
-        self._launch(Shape("sort_count", grid, 256), stream)
-        self._launch(Shape("sort_scan", (1, 1), 1024), stream)
-        self._launch(Shape("sort_place", grid, 256), stream)
+        grid = (-(-items // _SORT_THREADS), self.tables)
+        kernels.launch(kernels.function("sort_count"), grid, _SORT_THREADS, stream, parameters)
+        kernels.launch(kernels.function("sort_scan"), (1, 1), 1024, stream, parameters)
+        kernels.launch(kernels.function("sort_place"), grid, _SORT_THREADS, stream, parameters)
 
 
 def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows: int, out: int, stream: int) -> None:
@@ -288,22 +303,26 @@ def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows
     if items == 0:
         return
     parameters = _Parameters(None)
-    _PER_LAUNCH.pack_into(
+    outs = (out, *(0,) * (2 * MAX_TABLES - 1))
+    strides = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES)
+    _HEAD.pack_into(
         parameters.args,
         0,
-        *(0, 0, 0, 0),
-        *(out, *[0] * (2 * MAX_TABLES - 1)),
+        0,
+        0,
         0,
         items,
         columns,
         *division_constants(columns),
         8,
-        1,
+        *strides,
+        0,
+        *outs,
+        0,
+        *(1,) + (0,) * 5,
     )
-    _FIXED.pack_into(parameters.args, _PER_LAUNCH.size, ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES, 0, 0, 0)
-    _TABLE.pack_into(parameters.args, _PER_LAUNCH.size + _FIXED.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
-    groups = -(-items // 4)
-    shape = Shape("dequantise_exchanged", (-(-groups // 8), 1), 256)
+    _TABLE.pack_into(parameters.args, _HEAD.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
+    shape = exchange_shape(items)
     kernels.launch(kernels.function(shape.kernel), shape.grid, shape.threads, stream, parameters.address)
 
 

@@ -16,6 +16,9 @@ BUCKET_ROWS_SHIFT = 13
 """2^13 rows are 2.06 MiB: about the page that a translation covers."""
 MAX_BUCKETS_SHIFT = 16
 """At most 2^16 buckets a table: one block scans their counters."""
+THREADS = 256
+FULL_WARPS = 64
+"""From this many rows a multiprocessor on, more rows in flight a warp pay; before, only their latency shows."""
 
 
 class Memory(enum.Enum):
@@ -26,17 +29,28 @@ class Memory(enum.Enum):
     PEER = "peer"
 
 
+class Kind(NamedTuple):
+    """What does not change from launch to launch."""
+
+    memory: Memory
+    row_format: RowFormat
+    tables: int
+    raw: bool
+    peer: bool
+
+
 class Shape(NamedTuple):
-    """One launch: the kernel's name, blocks in x and y, threads a block."""
+    """One launch: the kernel's name, blocks in x and y, threads a block, ordered rows a warp takes in turn."""
 
     kernel: str
     grid: tuple[int, int]
     threads: int
+    chunk: int = 0
 
 
-def sorts(memory: Memory, peer: bool, ids: int) -> bool:
-    """Whether `ids` ids of all tables are put in order of address first."""
-    return memory is Memory.HOST and not peer and ids >= SORT_FROM_IDS
+def sorts(kind: Kind, items: int) -> bool:
+    """Whether `items` ids of each table are put in order of address first."""
+    return kind.memory is Memory.HOST and not kind.peer and items * kind.tables >= SORT_FROM_IDS
 
 
 def bucket_shift(rows: int) -> int:
@@ -44,23 +58,20 @@ def bucket_shift(rows: int) -> int:
     return max(BUCKET_ROWS_SHIFT, (rows >> MAX_BUCKETS_SHIFT).bit_length())
 
 
-def shape_for(
-    memory: Memory,
-    row_format: RowFormat,
-    items: int,
-    tables: int,
-    multiprocessors: int,
-    raw: bool,
-    peer: bool,
-    ordered: bool,
-) -> Shape:
-    """The launch that reads `items` rows of each of `tables` tables."""
-    kind = "raw" if raw else "bf16"
+def shape_for(kind: Kind, items: int, multiprocessors: int, *, ordered: bool) -> Shape:
+    """The launch that reads `items` rows of each table."""
+    suffix = "raw" if kind.raw else "bf16"
     if ordered:
-        return Shape(f"gather_sorted_{kind}_r1", (multiprocessors, 1), 256)
-    infix = "peer_" if peer else ""
-    # More rows in flight a group only pays when every multiprocessor is full without them.
-    rows = 4 if items * tables >= multiprocessors * 64 and memory is not Memory.HOST else 1
-    threads = 256
-    groups = -(-items // rows)
-    return Shape(f"gather_{infix}{kind}_w8_r{rows}", (-(-groups // (threads // 32)), tables), threads)
+        return Shape(f"gather_ordered_{suffix}", (32, 1), 256, 8)
+    full = items * kind.tables >= multiprocessors * FULL_WARPS
+    wide = full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer
+    rows = 2 if full and not wide and kind.memory is not Memory.HOST else 1
+    prefix = "peer_" if kind.peer else "one_" if kind.tables == 1 and not kind.raw and rows == 1 else ""
+    lanes = 16 if wide else 32
+    blocks = -(-items // (rows * THREADS // lanes))
+    return Shape(f"gather_{prefix}{suffix}_w{256 // lanes}_r{rows}", (blocks, kind.tables), THREADS)
+
+
+def exchange_shape(items: int) -> Shape:
+    """The launch that dequantises `items` exchanged rows: 4 rows a warp."""
+    return Shape("dequantise_exchanged", (-(-items // (4 * THREADS // 32)), 1), THREADS)
