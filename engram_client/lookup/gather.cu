@@ -22,9 +22,9 @@ constexpr u32 NAN_SCALE = 255;
 constexpr u32 BF16_NAN = 0x7FC0;
 constexpr u32 MAX_TABLES = 4;
 constexpr u32 MAX_SHARDS = 64;
-// Rows that are not read (padding, invalid, another shard's) share this many buckets of the sort: one
-// bucket alone would make every padded id of a batch wait for the same counter.
-constexpr u32 ZERO_BUCKETS = 64;
+// Rows that are not read from the table share so many buckets of the sort, zero rows (padding, invalid ids,
+// other shards) and copies of repeated ids each: one bucket alone would make them all wait for one counter.
+constexpr u32 SPREAD = 64;
 
 struct Output {
     u8* values;
@@ -41,8 +41,14 @@ struct Table {
     u32 shard_first, shard_count;
 };
 
-// Ordered by who is read first: a launch of one token waits for each cache line of its parameters.
-struct Args {
+struct Target {
+    Output out;
+    Table table;
+};
+
+// TABLES targets; fewer targets are a prefix of more, so one host buffer serves both. A launch of one token
+// waits for each cache line of its parameters: the common case has few, and what is read first is in front.
+template <u32 TABLES> struct ArgsFor {
     const u8* ids;
     i64 token_stride, column_stride; // bytes
     u32 items;                       // ids a table: tokens * columns
@@ -51,14 +57,16 @@ struct Args {
     u32 value_stride, scale_stride; // bytes from row to row in the table
     u32 out_value_stride;           // and in the output
     i64 table_stride;               // bytes from table to table in the ids
-    Output out[MAX_TABLES];
     u8* workspace;
     u32 tables;
     u32 out_scale_stride;
     u32 bucket_shift, buckets; // buckets of 2^bucket_shift rows, `buckets` a table
-    u32 chunk, unused;         // ordered rows that a group takes in turn
-    Table table[MAX_TABLES];
+    u32 slot_mask, unused;     // slots - 1 of the hash table that finds repeated ids
+    Target target[TABLES];
 };
+
+typedef ArgsFor<1> Args1;
+typedef ArgsFor<MAX_TABLES> Args;
 
 struct Shard {
     const u8* values;
@@ -178,14 +186,17 @@ template <int W> __device__ __forceinline__ bool is_exact(const Piece<W>& piece)
 }
 
 template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
-    const bool exact = is_exact(piece);
-    const float factor = scale_factor(piece.scale);
+    u8* to = out + lane * W * 2;
+    if (__builtin_expect(is_exact(piece), 1)) {
+        const float factor = scale_factor(piece.scale);
 #pragma unroll
-    for (int k = 0; k < W / 4; k += 2) {
-        const u32 a = piece.words[k], b = piece.words[k + 1];
-        u8* to = out + lane * W * 2 + k * 8;
-        if (__builtin_expect(exact, 1)) store16(to, exact2(a, factor), exact2(a >> 16, factor), exact2(b, factor), exact2(b >> 16, factor));
-        else store_rounded(to, a, b, piece.scale);
+        for (int k = 0; k < W / 4; k += 2) {
+            const u32 a = piece.words[k], b = piece.words[k + 1];
+            store16(to + k * 8, exact2(a, factor), exact2(a >> 16, factor), exact2(b, factor), exact2(b >> 16, factor));
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < W / 4; k += 2) store_rounded(to + k * 8, piece.words[k], piece.words[k + 1], piece.scale);
     }
 }
 
@@ -195,8 +206,8 @@ __device__ __forceinline__ void store_raw(u8* values, u8* scales, const Piece<8>
     if (lane % 4 == 0) scales[lane / 4] = (u8)piece.scale;
 }
 
-template <int W, bool RAW> __device__ __forceinline__ void store_row(const Args& a, u32 table, u32 item, const Piece<W>& piece, u32 lane) {
-    const Output& out = a.out[table];
+template <int W, bool RAW, class A> __device__ __forceinline__ void store_row(const A& a, u32 table, u32 item, const Piece<W>& piece, u32 lane) {
+    const Output& out = a.target[table].out;
     u8* values = out.values + (u64)item * a.out_value_stride;
     if constexpr (RAW) {
         store_raw(values, out.scales + (u64)item * a.out_scale_stride, piece, lane);
@@ -208,11 +219,11 @@ template <int W, bool RAW> __device__ __forceinline__ void store_row(const Args&
 // ---- Index arithmetic and the rules for ids ----------------------------------------------------------
 
 // item / columns, for items below 2^31 (Granlund and Montgomery's multiply and shift).
-__device__ __forceinline__ u32 token_of(const Args& a, u32 item) {
+template <class A> __device__ __forceinline__ u32 token_of(const A& a, u32 item) {
     return (__umulhi(item, a.division_multiplier) + item) >> a.division_shift;
 }
 
-__device__ __forceinline__ i64 load_id(const Args& a, u32 table, u32 token, u32 column) {
+template <class A> __device__ __forceinline__ i64 load_id(const A& a, u32 table, u32 token, u32 column) {
     const u8* p = a.ids + table * a.table_stride + token * a.token_stride + column * a.column_stride;
     return a.id_bytes == 8 ? *(const i64*)p : (i64) * (const int*)p;
 }
@@ -231,15 +242,15 @@ struct Wanted {
     u32 item, table, column;
 };
 
-__device__ __forceinline__ Wanted wanted_at(const Args& a, u32 table, u32 item) {
+template <class A> __device__ __forceinline__ Wanted wanted_at(const A& a, u32 table, u32 item) {
     const u32 token = token_of(a, item), column = item - token * a.columns;
     return Wanted{load_id(a, table, token, column), item, table, column};
 }
 
 // The wanted row within this launch's shard, or -1 for a row of zeros. Negative ids are padding, and in a
 // hashed batch an idle slot has id 0 in every column: neither is counted.
-__device__ __forceinline__ i64 row_of(const Args& a, const Wanted& wanted, bool counts) {
-    const Table& table = a.table[wanted.table];
+template <class A> __device__ __forceinline__ i64 row_of(const A& a, const Wanted& wanted, bool counts) {
+    const Table& table = a.target[wanted.table].table;
     const i64 id = wanted.id;
     bool valid = (u64)id < (u64)table.rows;
     if (table.column_starts) {
@@ -256,12 +267,12 @@ __device__ __forceinline__ i64 row_of(const Args& a, const Wanted& wanted, bool 
 // want() starts the read of an id, row() decides, locate() gives addresses. Kept apart so that the reads of
 // several rows are in flight before the first of them is needed.
 
-template <bool ONE_TABLE> struct InPlace {
-    const Args& a;
-    __device__ Wanted want(u32 index) const { return wanted_at(a, ONE_TABLE ? 0 : blockIdx.y, index); }
+template <class A> struct InPlace {
+    const A& a;
+    __device__ Wanted want(u32 index) const { return wanted_at(a, sizeof(A) == sizeof(Args1) ? 0 : blockIdx.y, index); }
     __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
-        const Table& table = a.table[wanted.table];
+        const Table& table = a.target[wanted.table].table;
         values = table.values + row * a.value_stride;
         scales = table.scales + row * a.scale_stride;
     }
@@ -273,7 +284,7 @@ struct Peers {
     __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
     __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
-        const Table& table = a.table[wanted.table];
+        const Table& table = a.target[wanted.table].table;
         u32 low = table.shard_first, high = table.shard_first + table.shard_count;
         while (high - low > 1) { // to the last shard that starts at or before the row
             const u32 middle = (low + high) / 2;
@@ -291,12 +302,12 @@ struct Exchanged {
     const Args& a;
     __device__ Wanted want(u32 index) const { return Wanted{0, index, 0, index - token_of(a, index) * a.columns}; }
     __device__ i64 row(const Wanted& wanted, bool) const {
-        const u32 columns = a.columns / a.table[0].shard_count; // of a shard
+        const u32 columns = a.columns / a.target[0].table.shard_count; // of a shard
         const u32 tokens = token_of(a, a.items), token = token_of(a, wanted.item);
         return ((i64)(wanted.column / columns) * tokens + token) * columns + wanted.column % columns;
     }
     __device__ void locate(const Wanted&, i64 row, const u8*& values, const u8*& scales) const {
-        values = a.table[0].values + row * PACKED_ROW;
+        values = a.target[0].table.values + row * PACKED_ROW;
         scales = values + ROW_VALUES;
     }
 };
@@ -313,8 +324,8 @@ template <int W> __device__ __forceinline__ Span grid_span(u32 items) {
     return Span{(blockIdx.x * blockDim.x + threadIdx.x) / LANES, items, gridDim.x * blockDim.x / LANES};
 }
 
-template <int W, int ROWS, bool RAW, class Source>
-__device__ __forceinline__ void gather(const Args& a, const Source& source, const Span span) {
+template <int W, int ROWS, bool RAW, class A, class Source>
+__device__ __forceinline__ void gather(const A& a, const Source& source, const Span span) {
     const u32 lane = threadIdx.x % (ROW_VALUES / W);
     for (u32 first = span.first; first < span.stop; first += span.step * ROWS) {
         Wanted wanted[ROWS];
@@ -343,9 +354,9 @@ __device__ __forceinline__ void gather(const Args& a, const Source& source, cons
 }
 
 // Grid: x covers the ids of one table, y the tables.
-#define GATHER(NAME, ONE_TABLE, W, ROWS, RAW)                                                                           \
-    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Args a) {                 \
-        gather<W, ROWS, RAW>(a, InPlace<ONE_TABLE>{a}, grid_span<W>(a.items));                                          \
+#define GATHER(NAME, ARGS, W, ROWS, RAW)                                                                           \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ ARGS a) {                 \
+        gather<W, ROWS, RAW>(a, InPlace<ARGS>{a}, grid_span<W>(a.items));                                          \
     }
 
 #define GATHER_PEER(NAME, W, ROWS, RAW)                                                                      \
@@ -354,13 +365,13 @@ __device__ __forceinline__ void gather(const Args& a, const Source& source, cons
         gather<W, ROWS, RAW>(a, Peers{a, shards}, grid_span<W>(a.items));                                    \
     }
 
-GATHER(gather_one_bf16_w8_r1, true, 8, 1, false)
-GATHER(gather_one_bf16_w16_r1, true, 16, 1, false)
-GATHER(gather_bf16_w8_r1, false, 8, 1, false)
-GATHER(gather_bf16_w8_r2, false, 8, 2, false)
-GATHER(gather_bf16_w16_r1, false, 16, 1, false)
-GATHER(gather_raw_w8_r1, false, 8, 1, true)
-GATHER(gather_raw_w8_r2, false, 8, 2, true)
+GATHER(gather_one_bf16_w8_r1, Args1, 8, 1, false)
+GATHER(gather_one_bf16_w16_r1, Args1, 16, 1, false)
+GATHER(gather_bf16_w8_r1, Args, 8, 1, false)
+GATHER(gather_bf16_w8_r2, Args, 8, 2, false)
+GATHER(gather_bf16_w16_r1, Args, 16, 1, false)
+GATHER(gather_raw_w8_r1, Args, 8, 1, true)
+GATHER(gather_raw_w8_r2, Args, 8, 2, true)
 GATHER_PEER(gather_peer_bf16_w8_r1, 8, 1, false)
 GATHER_PEER(gather_peer_bf16_w8_r2, 8, 2, false)
 GATHER_PEER(gather_peer_raw_w8_r1, 8, 1, true)
@@ -370,39 +381,62 @@ extern "C" __global__ void __launch_bounds__(256) dequantise_exchanged(const __g
     gather<8, 4, false>(a, Exchanged{a}, grid_span<8>(a.items));
 }
 
-// ---- Sorted gather: host tables, large batches --------------------------------------------------------
-// A row of host memory costs an address translation, unless its page was asked for just before. So ids are
-// put in order of address (buckets of a page or so; order inside a bucket is arbitrary), and each block
-// takes one run of that order, so that the rows of a page meet in one multiprocessor's translation cache.
-// Workspace: counters [tables * buckets + ZERO_BUCKETS], zeroed before; ranks [tables * items]; entries.
+// ---- Ordered gather: host tables, large batches -------------------------------------------------------
+// A row of host memory costs an address translation, and is cheaper when its neighbours are asked for at the
+// same time. So ids are put in order of address (buckets of a page or so; order inside a bucket is
+// arbitrary), an id that repeats is read once and copied afterwards, and few rows are in flight at a time.
+// Workspace: counters, slots (both zeroed before), ranks, leaders, entries.
 
 struct Entry {
-    i64 row; // of the shard, or -1
+    i64 row; // of the shard; -1 for zeros; -2 - k for a copy of the k-th id's row
     u32 item, table;
 };
 
-__device__ __forceinline__ u32 counter_count(const Args& a) { return a.tables * a.buckets + ZERO_BUCKETS; }
+__device__ __forceinline__ u32 round4(u32 count) { return (count + 3) / 4 * 4; }
+__device__ __forceinline__ u32 real_buckets(const Args& a) { return a.tables * a.buckets; }
 __device__ __forceinline__ u32* counters_of(const Args& a) { return (u32*)a.workspace; }
-__device__ __forceinline__ u32* ranks_of(const Args& a) { return counters_of(a) + (counter_count(a) + 3) / 4 * 4; }
-__device__ __forceinline__ Entry* entries_of(const Args& a) { return (Entry*)(ranks_of(a) + ((u64)a.tables * a.items + 3) / 4 * 4); }
+__device__ __forceinline__ u32* slots_of(const Args& a) { return counters_of(a) + round4(real_buckets(a) + 2 * SPREAD); }
+__device__ __forceinline__ u32* ranks_of(const Args& a) { return slots_of(a) + a.slot_mask + 1; }
+__device__ __forceinline__ u32* leaders_of(const Args& a) { return ranks_of(a) + round4(a.tables * a.items); }
+__device__ __forceinline__ Entry* entries_of(const Args& a) { return (Entry*)(leaders_of(a) + round4(a.tables * a.items)); }
 
-__device__ __forceinline__ u32 bucket_of(const Args& a, u32 table, u32 item, i64 row) {
-    return row < 0 ? a.tables * a.buckets + item % ZERO_BUCKETS : table * a.buckets + (u32)(row >> a.bucket_shift);
+// The index of the id that stands for all equal ids of this table: whoever took the slot first.
+__device__ u32 leader_of(const Args& a, const Wanted& wanted) {
+    const u32 self = wanted.table * a.items + wanted.item;
+    u32* slots = slots_of(a);
+    u64 mixed = ((u64)wanted.id + wanted.table) * 0x9E3779B97F4A7C15ull;
+    for (u32 slot = (u32)(mixed >> 32) & a.slot_mask;; slot = (slot + 1) & a.slot_mask) {
+        u32 taken = *(volatile u32*)(slots + slot); // most repeats need no atomic
+        if (taken == 0) taken = atomicCAS(slots + slot, 0u, self + 1);
+        if (taken == 0) return self;
+        const u32 other = taken - 1, table = other / a.items;
+        if (table == wanted.table && wanted_at(a, table, other - table * a.items).id == wanted.id) return other;
+    }
+}
+
+__device__ __forceinline__ u32 bucket_of(const Args& a, const Wanted& wanted, i64 row, bool leads) {
+    if (row < 0) return real_buckets(a) + wanted.item % SPREAD;
+    if (!leads) return real_buckets(a) + SPREAD + wanted.item % SPREAD;
+    return wanted.table * a.buckets + (u32)(row >> a.bucket_shift);
 }
 
 // One thread an id; grid y is the table.
-extern "C" __global__ void __launch_bounds__(256) sort_count(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(256) order_count(const __grid_constant__ Args a) {
     const u32 item = blockIdx.x * blockDim.x + threadIdx.x, table = blockIdx.y;
     if (item >= a.items) return;
-    const i64 row = row_of(a, wanted_at(a, table, item), true);
-    ranks_of(a)[table * a.items + item] = atomicAdd(&counters_of(a)[bucket_of(a, table, item, row)], 1u);
+    const u32 self = table * a.items + item;
+    const Wanted wanted = wanted_at(a, table, item);
+    const i64 row = row_of(a, wanted, true);
+    const u32 leader = row < 0 ? self : leader_of(a, wanted);
+    leaders_of(a)[self] = leader;
+    ranks_of(a)[self] = atomicAdd(&counters_of(a)[bucket_of(a, wanted, row, leader == self)], 1u);
 }
 
 // Counters to the first place of each bucket, in one block: each thread sums a run of counters, the block
 // scans the sums, each thread writes its run.
-extern "C" __global__ void __launch_bounds__(1024) sort_scan(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(1024) order_scan(const __grid_constant__ Args a) {
     __shared__ u32 warp_sums[32];
-    const u32 count = counter_count(a);
+    const u32 count = real_buckets(a) + 2 * SPREAD;
     const u32 run = (count + blockDim.x * 4 - 1) / (blockDim.x * 4) * 4; // whole vectors of four
     const u32 begin = threadIdx.x * run < count ? threadIdx.x * run : count;
     const u32 end = begin + run < count ? begin + run : count;
@@ -438,50 +472,64 @@ extern "C" __global__ void __launch_bounds__(1024) sort_scan(const __grid_consta
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) sort_place(const __grid_constant__ Args a) {
+extern "C" __global__ void __launch_bounds__(256) order_place(const __grid_constant__ Args a) {
     const u32 item = blockIdx.x * blockDim.x + threadIdx.x, table = blockIdx.y;
     if (item >= a.items) return;
-    const i64 row = row_of(a, wanted_at(a, table, item), false);
-    const u32 place = counters_of(a)[bucket_of(a, table, item, row)] + ranks_of(a)[table * a.items + item];
-    entries_of(a)[place] = Entry{row, item, table};
+    const u32 self = table * a.items + item, leader = leaders_of(a)[self];
+    const Wanted wanted = wanted_at(a, table, item);
+    const i64 row = row_of(a, wanted, false);
+    const u32 place = counters_of(a)[bucket_of(a, wanted, row, leader == self)] + ranks_of(a)[self];
+    entries_of(a)[place] = Entry{leader == self ? row : -2 - (i64)leader, item, table};
 }
 
-struct InOrder {
-    const Args& a;
-    const Entry* entries;
-    __device__ Wanted want(u32 index) const {
-        const int4 v = *(const int4*)(entries + index); // one load
-        return Wanted{(i64)((u64)(u32)v.x | (u64)(u32)v.y << 32), (u32)v.z, (u32)v.w, 0};
-    }
-    __device__ i64 row(const Wanted& wanted, bool) const { return wanted.id; }
-    __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
-        const Table& table = a.table[wanted.table];
-        values = table.values + row * a.value_stride;
-        scales = table.scales + row * a.scale_stride;
-    }
-};
+__device__ __forceinline__ Entry entry_at(const Args& a, u32 index) {
+    const int4 v = *(const int4*)(entries_of(a) + index); // one load
+    return Entry{(i64)((u64)(u32)v.x | (u64)(u32)v.y << 32), (u32)v.z, (u32)v.w};
+}
 
-template <bool RAW> __device__ __forceinline__ void gather_chunks(const Args& a) {
-    const InOrder source{a, entries_of(a)};
-    const u32 lane = threadIdx.x % 32, total = a.tables * a.items, step = gridDim.x * blockDim.x / 32 * a.chunk;
-    for (u32 begin = (blockIdx.x * blockDim.x + threadIdx.x) / 32 * a.chunk; begin < total; begin += step) {
-        const u32 end = total - begin < a.chunk ? total : begin + a.chunk;
-        Wanted next = source.want(begin);
+// Reads the rows that must be read, a warp a row. The grid bounds how many are in flight.
+template <bool RAW> __device__ __forceinline__ void gather_ordered(const Args& a) {
+    const u32 lane = threadIdx.x % 32, step = gridDim.x * blockDim.x / 32;
+    const u32 reads = counters_of(a)[real_buckets(a)];
+    u32 index = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    if (index >= reads) return;
+    Entry next = entry_at(a, index);
 #pragma unroll 1
-        for (u32 index = begin; index < end; index++) {
-            const Wanted wanted = next;
-            next = source.want(index + 1 < end ? index + 1 : index);
-            Piece<8> piece;
-            zero_piece(piece, RAW ? 0 : NEUTRAL_SCALE);
-            if (wanted.id >= 0) {
-                const u8 *values, *scales;
-                source.locate(wanted, wanted.id, values, scales);
-                load_piece(piece, values, scales, lane);
-            }
-            store_row<8, RAW>(a, wanted.table, wanted.item, piece, lane);
+    for (; index < reads; index += step) {
+        const Entry entry = next;
+        next = entry_at(a, index + step < reads ? index + step : index); // while the row is on its way
+        const Table& table = a.target[entry.table].table;
+        Piece<8> piece;
+        load_piece(piece, table.values + entry.row * a.value_stride, table.scales + entry.row * a.scale_stride, lane);
+        store_row<8, RAW>(a, entry.table, entry.item, piece, lane);
+    }
+}
+
+// Writes the zero rows and the copies, a warp a row, after gather_ordered.
+template <bool RAW> __device__ __forceinline__ void fill_ordered(const Args& a) {
+    const u32 lane = threadIdx.x % 32, step = gridDim.x * blockDim.x / 32, stop = a.tables * a.items;
+    const u32 reads = counters_of(a)[real_buckets(a)];
+    for (u32 index = reads + (blockIdx.x * blockDim.x + threadIdx.x) / 32; index < stop; index += step) {
+        const Entry entry = entry_at(a, index);
+        const Output& out = a.target[entry.table].out;
+        const bool copies = entry.row < -1;
+        const u32 from = copies ? (u32)(-2 - entry.row) - entry.table * a.items : 0;
+        const u8* source = out.values + (u64)from * a.out_value_stride;
+        u8* to = out.values + (u64)entry.item * a.out_value_stride;
+        if constexpr (RAW) {
+            *(uint2*)(to + lane * 8) = copies ? *(const uint2*)(source + lane * 8) : make_uint2(0, 0);
+            const u8* scales = out.scales + (u64)from * a.out_scale_stride;
+            if (lane < 8) out.scales[(u64)entry.item * a.out_scale_stride + lane] = copies ? scales[lane] : 0;
+        } else {
+            *(uint4*)(to + lane * 16) = copies ? *(const uint4*)(source + lane * 16) : make_uint4(0, 0, 0, 0);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024) gather_ordered_bf16(const __grid_constant__ Args a) { gather_chunks<false>(a); }
-extern "C" __global__ void __launch_bounds__(1024) gather_ordered_raw(const __grid_constant__ Args a) { gather_chunks<true>(a); }
+#define ORDERED(NAME, BODY)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Args a) { BODY(a); }
+
+ORDERED(gather_ordered_bf16, gather_ordered<false>)
+ORDERED(gather_ordered_raw, gather_ordered<true>)
+ORDERED(fill_ordered_bf16, fill_ordered<false>)
+ORDERED(fill_ordered_raw, fill_ordered<true>)

@@ -16,21 +16,24 @@ from typing import Any, ClassVar, NamedTuple
 from engram_client.errors import CudaCallFailed, Unsupported
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat
 from engram_client.lookup import driver, nvrtc
-from engram_client.lookup.shapes import Kind, Memory, bucket_shift, exchange_shape, shape_for, sorts
+from engram_client.lookup.shapes import FILL_BLOCKS, Kind, Memory, bucket_shift, exchange_shape, shape_for, sorts
 
 MAX_TABLES = 4
 MAX_SHARDS = 64
-ZERO_BUCKETS = 64
+SPREAD_BUCKETS = 2 * 64
 MAX_ITEMS = 2**31 - 1
 BF16_ROW_BYTES = 2 * ROW_VALUES
 
-# The mirrors of struct Args up to its tables, of struct Table and of struct Shard.
-_HEAD = struct.Struct(f"<Q2q8Iq{2 * MAX_TABLES}QQ6I")
+# The mirrors of struct ArgsFor up to its targets, of Output, Table and Shard.
+_HEAD = struct.Struct("<Q2q8IqQ6I")
+_OUT = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QQqqqQQII")
 _SHARD = struct.Struct("<QQq")
-_ARGS_BYTES = _HEAD.size + MAX_TABLES * _TABLE.size
+_TARGET_BYTES = _OUT.size + _TABLE.size
+_ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
 _PLANS_KEPT = 1024
-_SORT_THREADS = 256
+_ORDER_THREADS = 256
+_SCAN_THREADS = 1024
 
 
 class Part(NamedTuple):
@@ -153,7 +156,8 @@ class _Plan(NamedTuple):
     grid: tuple[int, int]
     threads: int
     division: tuple[int, int]
-    chunk: int
+    slots: int
+    fill: Any
 
 
 class Gather:
@@ -192,7 +196,6 @@ class Gather:
         out_value_stride, out_scale_stride = out_strides if raw else (BF16_ROW_BYTES, 0)
         self._strides = (*table_strides, out_value_stride)
         self._fixed = (self.tables, out_scale_stride, shift, self._buckets)
-        self._no_outs = (0,) * (2 * (MAX_TABLES - self.tables))
         self._plans: dict[tuple[int, int, bool], _Plan] = {}
         self._lock = threading.Lock()
         packed = b"".join(_SHARD.pack(*part.planes(row_format), part.start) for part in shards)
@@ -205,7 +208,7 @@ class Gather:
             first, last = source.parts[0], source.parts[-1]
             _TABLE.pack_into(
                 self._parameters.args,
-                _HEAD.size + index * _TABLE.size,
+                _HEAD.size + index * _TARGET_BYTES + _OUT.size,
                 *first.planes(row_format),
                 first.start,
                 last.stop,
@@ -221,7 +224,8 @@ class Gather:
         """Bytes of workspace, 16-byte aligned, that a launch for `items` ids a table takes; 0 for none."""
         if not self.sorts(items):
             return 0
-        return 4 * _round4(self._counters) + (4 + 16) * _round4(self.tables * items)
+        ids = self.tables * items
+        return 4 * (self._counters + _slots(ids)) + (4 + 4 + 16) * _round4(ids)
 
     def sorts(self, items: int) -> bool:
         """Whether a launch for `items` ids a table puts them in order of address first."""
@@ -229,7 +233,7 @@ class Gather:
 
     @property
     def _counters(self) -> int:
-        return self.tables * self._buckets + ZERO_BUCKETS
+        return _round4(self.tables * self._buckets + SPREAD_BUCKETS)
 
     def __call__(self, ids: Ids, outs: Sequence[Out], stream: int, workspace: int = 0) -> None:
         """Launches the lookup of `ids` into `outs` (one a table) on `stream`.
@@ -242,10 +246,10 @@ class Gather:
         plan = self._plans.get(key) or self._plan(*key)
         if plan.items == 0:
             return
-        addresses = outs[0] if len(outs) == 1 else tuple(address for out in outs for address in out)
         with self._lock:
+            arguments = self._parameters.args
             _HEAD.pack_into(
-                self._parameters.args,
+                arguments,
                 0,
                 address,
                 token_stride,
@@ -256,16 +260,21 @@ class Gather:
                 id_bytes,
                 *self._strides,
                 table_stride,
-                *addresses,
-                *self._no_outs,
                 workspace,
                 *self._fixed,
-                plan.chunk,
+                plan.slots - 1 if plan.slots else 0,
                 0,
             )
-            if plan.chunk:
-                self._sort(plan.items, stream, workspace)
+            at = _HEAD.size
+            for out in outs:
+                _OUT.pack_into(arguments, at, *out)
+                at += _TARGET_BYTES
+            if plan.slots:
+                self._order(plan, stream, workspace)
             self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
+            if plan.slots:
+                grid = (self._kernels.multiprocessors * FILL_BLOCKS, 1)
+                self._kernels.launch(plan.fill, grid, _ORDER_THREADS, stream, self._parameters.address)
 
     def _plan(self, tokens: int, columns: int, has_workspace: bool) -> _Plan:
         items = tokens * columns
@@ -279,21 +288,22 @@ class Gather:
             shape.grid,
             shape.threads,
             division_constants(max(columns, 1)),
-            shape.chunk,
+            _slots(items * self.tables) if ordered else 0,
+            self._kernels.function(shape.then) if shape.then else None,
         )
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
         self._plans[tokens, columns, has_workspace] = plan
         return plan
 
-    def _sort(self, items: int, stream: int, workspace: int) -> None:
+    def _order(self, plan: _Plan, stream: int, workspace: int) -> None:
         """Leaves the ids in order of address in the workspace."""
         kernels, parameters = self._kernels, self._parameters.address
-        driver.call("cuMemsetD32Async", workspace, 0, _round4(self._counters), stream)
-        grid = (-(-items // _SORT_THREADS), self.tables)
-        kernels.launch(kernels.function("sort_count"), grid, _SORT_THREADS, stream, parameters)
-        kernels.launch(kernels.function("sort_scan"), (1, 1), 1024, stream, parameters)
-        kernels.launch(kernels.function("sort_place"), grid, _SORT_THREADS, stream, parameters)
+        driver.call("cuMemsetD32Async", workspace, 0, self._counters + plan.slots, stream)
+        grid = (-(-plan.items // _ORDER_THREADS), self.tables)
+        kernels.launch(kernels.function("order_count"), grid, _ORDER_THREADS, stream, parameters)
+        kernels.launch(kernels.function("order_scan"), (1, 1), _SCAN_THREADS, stream, parameters)
+        kernels.launch(kernels.function("order_place"), grid, _ORDER_THREADS, stream, parameters)
 
 
 def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows: int, out: int, stream: int) -> None:
@@ -303,28 +313,19 @@ def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows
     if items == 0:
         return
     parameters = _Parameters(None)
-    outs = (out, *(0,) * (2 * MAX_TABLES - 1))
     strides = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES)
-    _HEAD.pack_into(
-        parameters.args,
-        0,
-        0,
-        0,
-        0,
-        items,
-        columns,
-        *division_constants(columns),
-        8,
-        *strides,
-        0,
-        *outs,
-        0,
-        *(1,) + (0,) * 5,
-    )
-    _TABLE.pack_into(parameters.args, _HEAD.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
+    division = division_constants(columns)
+    _HEAD.pack_into(parameters.args, 0, 0, 0, 0, items, columns, *division, 8, *strides, 0, 0, 1, *(0,) * 5)
+    _OUT.pack_into(parameters.args, _HEAD.size, out, 0)
+    _TABLE.pack_into(parameters.args, _HEAD.size + _OUT.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
     shape = exchange_shape(items)
     kernels.launch(kernels.function(shape.kernel), shape.grid, shape.threads, stream, parameters.address)
 
 
 def _round4(count: int) -> int:
     return -(-count // 4) * 4
+
+
+def _slots(ids: int) -> int:
+    """Slots of the hash table that finds repeats among `ids` ids: a power of two, at most half full."""
+    return 1 << (2 * ids - 1).bit_length()

@@ -16,6 +16,11 @@ BUCKET_ROWS_SHIFT = 13
 """2^13 rows are 2.06 MiB: about the page that a translation covers."""
 MAX_BUCKETS_SHIFT = 16
 """At most 2^16 buckets a table: one block scans their counters."""
+ORDERED_BLOCKS = 16
+"""Blocks of 8 warps, a row in flight each, for ordered reads: more rows in flight spread over more pages than
+the translation caches hold at a time and are slower."""
+FILL_BLOCKS = 4
+"""Blocks a multiprocessor that write what an ordered launch does not read: zeros and copies."""
 THREADS = 256
 FULL_WARPS = 64
 """From this many rows a multiprocessor on, more rows in flight a warp pay; before, only their latency shows."""
@@ -40,12 +45,12 @@ class Kind(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """One launch: the kernel's name, blocks in x and y, threads a block, ordered rows a warp takes in turn."""
+    """One launch: the kernel's name, blocks in x and y, threads a block; `then` finishes an ordered launch."""
 
     kernel: str
     grid: tuple[int, int]
     threads: int
-    chunk: int = 0
+    then: str = ""
 
 
 def sorts(kind: Kind, items: int) -> bool:
@@ -62,7 +67,7 @@ def shape_for(kind: Kind, items: int, multiprocessors: int, *, ordered: bool) ->
     """The launch that reads `items` rows of each table."""
     suffix = "raw" if kind.raw else "bf16"
     if ordered:
-        return Shape(f"gather_ordered_{suffix}", (32, 1), 256, 8)
+        return Shape(f"gather_ordered_{suffix}", (ORDERED_BLOCKS, 1), THREADS, f"fill_ordered_{suffix}")
     full = items * kind.tables >= multiprocessors * FULL_WARPS
     wide = full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer
     rows = 2 if full and not wide and kind.memory is not Memory.HOST else 1
