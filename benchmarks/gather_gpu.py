@@ -228,6 +228,11 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sglang", type=Path)
@@ -241,8 +246,7 @@ def main() -> None:
     options.kernel = sglang_kernel(options.sglang)
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    version = int(driver.call("cuDriverGetVersion"))
-    machine = (torch.cuda.get_device_name(), version, options.commit, "cold")
+    machine = (torch.cuda.get_device_name(), driver_version(), options.commit, "cold")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -25,6 +25,7 @@ constexpr u32 MAX_SHARDS = 64;
 // Rows that are not read from the table share so many buckets of the sort, zero rows (padding, invalid ids,
 // other shards) and copies of repeated ids each: one bucket alone would make them all wait for one counter.
 constexpr u32 SPREAD = 64;
+constexpr u32 SMALL_THREADS = 128; // a block of gather_one
 
 struct Output {
     u8* values;
@@ -47,21 +48,23 @@ struct Target {
 };
 
 // TABLES targets; fewer targets are a prefix of more, so one host buffer serves both. A launch of one token
-// waits for each cache line of its parameters: the common case has few, and what is read first is in front.
+// waits for each 64-byte line of its parameters that it reads: what it needs fills two (on sm_90 parameters
+// begin 16 bytes into a line), after a line of what only others need.
 template <u32 TABLES> struct ArgsFor {
-    const u8* ids;
-    i64 token_stride, column_stride; // bytes
-    u32 items;                       // ids a table: tokens * columns
-    u32 columns, division_multiplier, division_shift;
-    u32 id_bytes;                   // 4 or 8
-    u32 value_stride, scale_stride; // bytes from row to row in the table
-    u32 out_value_stride;           // and in the output
-    i64 table_stride;               // bytes from table to table in the ids
     u8* workspace;
+    i64 table_stride; // bytes from table to table in the ids
     u32 tables;
     u32 out_scale_stride;
     u32 bucket_shift, buckets; // buckets of 2^bucket_shift rows, `buckets` a table
-    u32 slot_mask, unused;     // slots - 1 of the hash table that finds repeated ids
+    u32 slot_mask;             // slots - 1 of the hash table that finds repeated ids
+    u32 unused[3];
+    const u8* ids;
+    u32 token_stride, column_stride; // bytes
+    u32 items;                       // ids a table: tokens * columns
+    u32 columns, division_multiplier, division_shift;
+    u32 value_stride, scale_stride; // bytes from row to row in the table
+    u32 out_value_stride;           // and in the output
+    u32 id_bytes;                   // 4 or 8
     Target target[TABLES];
 };
 
@@ -188,7 +191,7 @@ template <int W> __device__ __forceinline__ bool is_exact(const Piece<W>& piece)
 template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
     u8* to = out + lane * W * 2;
     if (__builtin_expect(is_exact(piece), 1)) {
-        const float factor = scale_factor(piece.scale);
+        const float factor = __uint_as_float(piece.scale << 23); // exact scales are not 0
 #pragma unroll
         for (int k = 0; k < W / 4; k += 2) {
             const u32 a = piece.words[k], b = piece.words[k + 1];
@@ -224,7 +227,7 @@ template <class A> __device__ __forceinline__ u32 token_of(const A& a, u32 item)
 }
 
 template <class A> __device__ __forceinline__ i64 load_id(const A& a, u32 table, u32 token, u32 column) {
-    const u8* p = a.ids + table * a.table_stride + token * a.token_stride + column * a.column_stride;
+    const u8* p = a.ids + table * a.table_stride + (u64)token * a.token_stride + (u64)column * a.column_stride;
     return a.id_bytes == 8 ? *(const i64*)p : (i64) * (const int*)p;
 }
 
@@ -247,30 +250,39 @@ template <class A> __device__ __forceinline__ Wanted wanted_at(const A& a, u32 t
     return Wanted{load_id(a, table, token, column), item, table, column};
 }
 
-// The wanted row within this launch's shard, or -1 for a row of zeros. Negative ids are padding, and in a
-// hashed batch an idle slot has id 0 in every column: neither is counted.
-template <class A> __device__ __forceinline__ i64 row_of(const A& a, const Wanted& wanted, bool counts) {
+// Whether the wanted id names a row; in a hashed batch, a row of its column.
+__device__ __forceinline__ bool is_valid(const Table& table, const Wanted& wanted) {
+    if (!table.column_starts) return (u64)wanted.id < (u64)table.rows;
+    const i64 first = table.column_starts[wanted.column], stop = table.column_starts[wanted.column + 1];
+    return (wanted.id >= first) & (wanted.id < stop); // both reads at once, beside that of the id
+}
+
+// What row_of() gives for a row of zeros.
+constexpr i64 ABSENT = -1;  // padding, or another shard's
+constexpr i64 INVALID = -2; // to be reported
+
+// The wanted row within this launch's shard. Negative ids are padding, and in a hashed batch an idle slot has
+// id 0 in every column: neither is invalid.
+template <class A> __device__ __forceinline__ i64 row_of(const A& a, const Wanted& wanted) {
     const Table& table = a.target[wanted.table].table;
     const i64 id = wanted.id;
-    bool valid = (u64)id < (u64)table.rows;
-    if (table.column_starts) {
-        const i64* start = table.column_starts + wanted.column;
-        valid = id >= start[0] && id < start[1];
-    }
-    if (__builtin_expect(!valid && id >= 0 && counts, 0)) {
-        if (!table.column_starts || id != 0) report(table.invalid, id, wanted.item);
-    }
-    return valid && id >= table.start && id < table.stop ? id - table.start : -1;
+    if (!is_valid(table, wanted)) return id < 0 || (table.column_starts && id == 0) ? ABSENT : INVALID;
+    return id >= table.start && id < table.stop ? id - table.start : ABSENT;
+}
+
+template <class A> __device__ __forceinline__ void report_invalid(const A& a, const Wanted& wanted, i64 row) {
+    if (__builtin_expect(row == INVALID, 0)) report(a.target[wanted.table].table.invalid, wanted.id, wanted.item);
 }
 
 // ---- Sources: where the k-th row of a launch comes from ----------------------------------------------
-// want() starts the read of an id, row() decides, locate() gives addresses. Kept apart so that the reads of
+// want() starts the read of an id, row() decides, locate() gives addresses, check() reports. Kept apart so that the reads of
 // several rows are in flight before the first of them is needed.
 
 template <class A> struct InPlace {
     const A& a;
     __device__ Wanted want(u32 index) const { return wanted_at(a, sizeof(A) == sizeof(Args1) ? 0 : blockIdx.y, index); }
-    __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
+    __device__ i64 row(const Wanted& wanted) const { return row_of(a, wanted); }
+    __device__ void check(const Wanted& wanted, i64 row) const { report_invalid(a, wanted, row); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.target[wanted.table].table;
         values = table.values + row * a.value_stride;
@@ -282,7 +294,8 @@ struct Peers {
     const Args& a;
     const Shards& shards;
     __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
-    __device__ i64 row(const Wanted& wanted, bool counts) const { return row_of(a, wanted, counts); }
+    __device__ i64 row(const Wanted& wanted) const { return row_of(a, wanted); }
+    __device__ void check(const Wanted& wanted, i64 row) const { report_invalid(a, wanted, row); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.target[wanted.table].table;
         u32 low = table.shard_first, high = table.shard_first + table.shard_count;
@@ -301,7 +314,8 @@ struct Peers {
 struct Exchanged {
     const Args& a;
     __device__ Wanted want(u32 index) const { return Wanted{0, index, 0, index - token_of(a, index) * a.columns}; }
-    __device__ i64 row(const Wanted& wanted, bool) const {
+    __device__ void check(const Wanted&, i64) const {}
+    __device__ i64 row(const Wanted& wanted) const {
         const u32 columns = a.columns / a.target[0].table.shard_count; // of a shard
         const u32 tokens = token_of(a, a.items), token = token_of(a, wanted.item);
         return ((i64)(wanted.column / columns) * tokens + token) * columns + wanted.column % columns;
@@ -324,6 +338,12 @@ template <int W> __device__ __forceinline__ Span grid_span(u32 items) {
     return Span{(blockIdx.x * blockDim.x + threadIdx.x) / LANES, items, gridDim.x * blockDim.x / LANES};
 }
 
+// One row a group and a grid that covers all: nothing about the launch needs to be read.
+template <int W> __device__ __forceinline__ Span exact_span(u32 items) {
+    constexpr u32 LANES = ROW_VALUES / W;
+    return Span{blockIdx.x * (SMALL_THREADS / LANES) + threadIdx.x / LANES, items, ~0u >> 1};
+}
+
 template <int W, int ROWS, bool RAW, class A, class Source>
 __device__ __forceinline__ void gather(const A& a, const Source& source, const Span span) {
     const u32 lane = threadIdx.x % (ROW_VALUES / W);
@@ -331,32 +351,44 @@ __device__ __forceinline__ void gather(const A& a, const Source& source, const S
         Wanted wanted[ROWS];
         i64 row[ROWS];
         Piece<W> piece[ROWS];
+        bool inside[ROWS];
 #pragma unroll
         for (u32 k = 0; k < ROWS; k++) {
-            const u32 index = first + k * span.step; // past the end: read the first again, store nothing
-            wanted[k] = source.want(index < span.stop ? index : first);
+            const u32 index = first + k * span.step;
+            inside[k] = k == 0 || index < span.stop;
+            wanted[k] = source.want(inside[k] ? index : first); // past the end: the first again, stored nowhere
         }
 #pragma unroll
-        for (u32 k = 0; k < ROWS; k++) row[k] = source.row(wanted[k], lane == 0 && first + k * span.step < span.stop);
+        for (u32 k = 0; k < ROWS; k++) row[k] = source.row(wanted[k]);
 #pragma unroll
         for (u32 k = 0; k < ROWS; k++) {
             zero_piece(piece[k], RAW ? 0 : NEUTRAL_SCALE);
-            if (row[k] < 0 || first + k * span.step >= span.stop) continue;
+            if (row[k] < 0 || !inside[k]) continue;
             const u8 *values, *scales;
             source.locate(wanted[k], row[k], values, scales);
             load_piece(piece[k], values, scales, lane);
         }
 #pragma unroll
         for (u32 k = 0; k < ROWS; k++) {
-            if (first + k * span.step < span.stop) store_row<W, RAW>(a, wanted[k].table, wanted[k].item, piece[k], lane);
+            if (lane == 0 && inside[k]) source.check(wanted[k], row[k]);
+            if (inside[k]) store_row<W, RAW>(a, wanted[k].table, wanted[k].item, piece[k], lane);
         }
     }
 }
 
+// One table, a block of SMALL_THREADS.
+#define GATHER_ONE(NAME, W)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(SMALL_THREADS) NAME(const __grid_constant__ Args1 a) {      \
+        gather<W, 1, false>(a, InPlace<Args1>{a}, exact_span<W>(a.items));                                   \
+    }
+
+GATHER_ONE(gather_one_bf16_w8, 8)
+GATHER_ONE(gather_one_bf16_w16, 16)
+
 // Grid: x covers the ids of one table, y the tables.
-#define GATHER(NAME, ARGS, W, ROWS, RAW)                                                                           \
-    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ ARGS a) {                 \
-        gather<W, ROWS, RAW>(a, InPlace<ARGS>{a}, grid_span<W>(a.items));                                          \
+#define GATHER(NAME, W, ROWS, RAW)                                                                           \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Args a) {                 \
+        gather<W, ROWS, RAW>(a, InPlace<Args>{a}, grid_span<W>(a.items));                                          \
     }
 
 #define GATHER_PEER(NAME, W, ROWS, RAW)                                                                      \
@@ -365,13 +397,11 @@ __device__ __forceinline__ void gather(const A& a, const Source& source, const S
         gather<W, ROWS, RAW>(a, Peers{a, shards}, grid_span<W>(a.items));                                    \
     }
 
-GATHER(gather_one_bf16_w8_r1, Args1, 8, 1, false)
-GATHER(gather_one_bf16_w16_r1, Args1, 16, 1, false)
-GATHER(gather_bf16_w8_r1, Args, 8, 1, false)
-GATHER(gather_bf16_w8_r2, Args, 8, 2, false)
-GATHER(gather_bf16_w16_r1, Args, 16, 1, false)
-GATHER(gather_raw_w8_r1, Args, 8, 1, true)
-GATHER(gather_raw_w8_r2, Args, 8, 2, true)
+GATHER(gather_bf16_w8_r1, 8, 1, false)
+GATHER(gather_bf16_w8_r2, 8, 2, false)
+GATHER(gather_bf16_w16_r1, 16, 1, false)
+GATHER(gather_raw_w8_r1, 8, 1, true)
+GATHER(gather_raw_w8_r2, 8, 2, true)
 GATHER_PEER(gather_peer_bf16_w8_r1, 8, 1, false)
 GATHER_PEER(gather_peer_bf16_w8_r2, 8, 2, false)
 GATHER_PEER(gather_peer_raw_w8_r1, 8, 1, true)
@@ -426,49 +456,47 @@ extern "C" __global__ void __launch_bounds__(256) order_count(const __grid_const
     if (item >= a.items) return;
     const u32 self = table * a.items + item;
     const Wanted wanted = wanted_at(a, table, item);
-    const i64 row = row_of(a, wanted, true);
+    const i64 row = row_of(a, wanted);
+    report_invalid(a, wanted, row);
     const u32 leader = row < 0 ? self : leader_of(a, wanted);
     leaders_of(a)[self] = leader;
     ranks_of(a)[self] = atomicAdd(&counters_of(a)[bucket_of(a, wanted, row, leader == self)], 1u);
 }
 
-// Counters to the first place of each bucket, in one block: each thread sums a run of counters, the block
-// scans the sums, each thread writes its run.
+__device__ __forceinline__ u32 sum_before(u32 value, u32 lane) { // sum over this lane and those before
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+        const u32 other = __shfl_up_sync(~0u, value, distance);
+        if (lane >= distance) value += other;
+    }
+    return value;
+}
+
+// Counters to the first place of each bucket, in one block: each warp sums a run of counters, the sums are
+// scanned, each warp scans its run.
 extern "C" __global__ void __launch_bounds__(1024) order_scan(const __grid_constant__ Args a) {
-    __shared__ u32 warp_sums[32];
-    const u32 count = real_buckets(a) + 2 * SPREAD;
-    const u32 run = (count + blockDim.x * 4 - 1) / (blockDim.x * 4) * 4; // whole vectors of four
-    const u32 begin = threadIdx.x * run < count ? threadIdx.x * run : count;
-    const u32 end = begin + run < count ? begin + run : count;
-    u32* counters = counters_of(a);
+    __shared__ u32 sums[32];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const u32 count = round4(real_buckets(a) + 2 * SPREAD) / 4; // in vectors of four
+    const u32 begin = count * warp / warps, end = count * (warp + 1) / warps;
+    uint4* counters = (uint4*)counters_of(a);
     u32 sum = 0;
-    for (u32 k = begin; k < end; k += 4) {
-        const uint4 v = *(const uint4*)(counters + k);
+#pragma unroll 4
+    for (u32 k = begin + lane; k < end; k += 32) {
+        const uint4 v = counters[k];
         sum += v.x + v.y + v.z + v.w;
     }
-    u32 before = sum;
-    for (u32 distance = 1; distance < 32; distance *= 2) {
-        const u32 other = __shfl_up_sync(~0u, before, distance);
-        if (threadIdx.x % 32 >= distance) before += other;
-    }
-    if (threadIdx.x % 32 == 31) warp_sums[threadIdx.x / 32] = before;
+    sum = sum_before(sum, lane);
+    if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    if (threadIdx.x < 32) {
-        u32 total = warp_sums[threadIdx.x];
-        for (u32 distance = 1; distance < 32; distance *= 2) {
-            const u32 other = __shfl_up_sync(~0u, total, distance);
-            if (threadIdx.x >= distance) total += other;
-        }
-        warp_sums[threadIdx.x] = total;
-    }
+    if (warp == 0) sums[lane] = sum_before(lane < warps ? sums[lane] : 0, lane);
     __syncthreads();
-    before -= sum;
-    if (threadIdx.x >= 32) before += warp_sums[threadIdx.x / 32 - 1];
-    for (u32 k = begin; k < end; k += 4) {
-        uint4 v = *(const uint4*)(counters + k);
-        const u32 a0 = before, a1 = a0 + v.x, a2 = a1 + v.y, a3 = a2 + v.z;
-        before = a3 + v.w;
-        *(uint4*)(counters + k) = make_uint4(a0, a1, a2, a3);
+    u32 before = warp == 0 ? 0 : sums[warp - 1];
+    for (u32 first = begin; first < end; first += 32) {
+        const bool inside = first + lane < end;
+        const uint4 v = inside ? counters[first + lane] : make_uint4(0, 0, 0, 0);
+        const u32 own = v.x + v.y + v.z + v.w, upto = sum_before(own, lane), at = before + upto - own;
+        if (inside) counters[first + lane] = make_uint4(at, at + v.x, at + v.x + v.y, at + v.x + v.y + v.z);
+        before += __shfl_sync(~0u, upto, 31);
     }
 }
 
@@ -477,9 +505,9 @@ extern "C" __global__ void __launch_bounds__(256) order_place(const __grid_const
     if (item >= a.items) return;
     const u32 self = table * a.items + item, leader = leaders_of(a)[self];
     const Wanted wanted = wanted_at(a, table, item);
-    const i64 row = row_of(a, wanted, false);
+    const i64 row = row_of(a, wanted);
     const u32 place = counters_of(a)[bucket_of(a, wanted, row, leader == self)] + ranks_of(a)[self];
-    entries_of(a)[place] = Entry{leader == self ? row : -2 - (i64)leader, item, table};
+    entries_of(a)[place] = Entry{leader != self ? -2 - (i64)leader : row < 0 ? -1 : row, item, table};
 }
 
 __device__ __forceinline__ Entry entry_at(const Args& a, u32 index) {

@@ -25,10 +25,11 @@ MAX_ITEMS = 2**31 - 1
 BF16_ROW_BYTES = 2 * ROW_VALUES
 
 # The mirrors of struct ArgsFor up to its targets, of Output, Table and Shard.
-_HEAD = struct.Struct("<Q2q8IqQ6I")
+_HEAD = struct.Struct("<Qq8IQ10I")
 _OUT = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QQqqqQQII")
 _SHARD = struct.Struct("<QQq")
+_UNUSED = (0, 0, 0)
 _TARGET_BYTES = _OUT.size + _TABLE.size
 _ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
 _PLANS_KEPT = 1024
@@ -66,7 +67,8 @@ class Source(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """Row ids in device memory: `[tables, tokens, columns]` with any strides, in bytes."""
+    """Row ids in device memory: `[tables, tokens, columns]` with any strides, in bytes (below 2^32 for tokens
+    and columns)."""
 
     address: int
     id_bytes: int
@@ -251,19 +253,19 @@ class Gather:
             _HEAD.pack_into(
                 arguments,
                 0,
+                workspace,
+                table_stride,
+                *self._fixed,
+                plan.slots - 1 if plan.slots else 0,
+                *_UNUSED,
                 address,
                 token_stride,
                 column_stride,
                 plan.items,
                 columns,
                 *plan.division,
-                id_bytes,
                 *self._strides,
-                table_stride,
-                workspace,
-                *self._fixed,
-                plan.slots - 1 if plan.slots else 0,
-                0,
+                id_bytes,
             )
             at = _HEAD.size
             for out in outs:
@@ -315,7 +317,8 @@ def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows
     parameters = _Parameters(None)
     strides = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES)
     division = division_constants(columns)
-    _HEAD.pack_into(parameters.args, 0, 0, 0, 0, items, columns, *division, 8, *strides, 0, 0, 1, *(0,) * 5)
+    fixed = (1, 0, 0, 0, 0, *_UNUSED)
+    _HEAD.pack_into(parameters.args, 0, 0, 0, *fixed, 0, 0, 0, items, columns, *division, *strides, 8)
     _OUT.pack_into(parameters.args, _HEAD.size, out, 0)
     _TABLE.pack_into(parameters.args, _HEAD.size + _OUT.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
     shape = exchange_shape(items)

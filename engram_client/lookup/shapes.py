@@ -10,20 +10,23 @@ from typing import NamedTuple
 
 from engram_client.layout import RowFormat
 
-SORT_FROM_IDS = 1024 * 24
+SORT_FROM_IDS = 16_384
 """Host tables: from this many ids on, putting them in order of address costs less than it saves."""
 BUCKET_ROWS_SHIFT = 13
 """2^13 rows are 2.06 MiB: about the page that a translation covers."""
 MAX_BUCKETS_SHIFT = 16
 """At most 2^16 buckets a table: one block scans their counters."""
-ORDERED_BLOCKS = 16
-"""Blocks of 8 warps, a row in flight each, for ordered reads: more rows in flight spread over more pages than
-the translation caches hold at a time and are slower."""
+DENSE_IDS = 49_152
+ORDERED_BLOCKS = 12
+SPARSE_BLOCKS = 11
+"""Blocks of 8 warps, a row in flight each, for ordered reads of DENSE_IDS ids or more, and of fewer. More rows
+in flight lose what the order gains (112 rows: a fifth slower than 96), fewer leave the link idle."""
 FILL_BLOCKS = 4
 """Blocks a multiprocessor that write what an ordered launch does not read: zeros and copies."""
 THREADS = 256
-FULL_WARPS = 64
-"""From this many rows a multiprocessor on, more rows in flight a warp pay; before, only their latency shows."""
+SMALL_THREADS = 128
+FULL_ROWS = 64
+"""From this many rows a multiprocessor on, more bytes in flight a lane pay; before, only their latency shows."""
 
 
 class Memory(enum.Enum):
@@ -66,14 +69,18 @@ def bucket_shift(rows: int) -> int:
 def shape_for(kind: Kind, items: int, multiprocessors: int, *, ordered: bool) -> Shape:
     """The launch that reads `items` rows of each table."""
     suffix = "raw" if kind.raw else "bf16"
+    ids = items * kind.tables
     if ordered:
-        return Shape(f"gather_ordered_{suffix}", (ORDERED_BLOCKS, 1), THREADS, f"fill_ordered_{suffix}")
-    full = items * kind.tables >= multiprocessors * FULL_WARPS
-    wide = full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer
-    rows = 2 if full and not wide and kind.memory is not Memory.HOST else 1
-    prefix = "peer_" if kind.peer else "one_" if kind.tables == 1 and not kind.raw and rows == 1 else ""
-    lanes = 16 if wide else 32
+        blocks = ORDERED_BLOCKS if ids >= DENSE_IDS else SPARSE_BLOCKS
+        return Shape(f"gather_ordered_{suffix}", (blocks, 1), THREADS, f"fill_ordered_{suffix}")
+    full = ids >= multiprocessors * FULL_ROWS
+    lanes = 16 if full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer else 32
+    if kind.tables == 1 and not kind.raw and not kind.peer:
+        blocks = -(-items // (SMALL_THREADS // lanes))
+        return Shape(f"gather_one_{suffix}_w{256 // lanes}", (blocks, 1), SMALL_THREADS)
+    rows = 2 if full and lanes == 32 and kind.memory is not Memory.HOST else 1
     blocks = -(-items // (rows * THREADS // lanes))
+    prefix = "peer_" if kind.peer else ""
     return Shape(f"gather_{prefix}{suffix}_w{256 // lanes}_r{rows}", (blocks, kind.tables), THREADS)
 
 

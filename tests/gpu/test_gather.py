@@ -15,11 +15,12 @@ from engram_client.errors import CudaCallFailed, Unsupported  # noqa: E402
 from engram_client.layout import RowFormat  # noqa: E402
 from engram_client.lookup import driver  # noqa: E402
 from engram_client.lookup.kernels import Gather, Ids, Kernels, Out, Part, Source, exchanged  # noqa: E402
-from engram_client.lookup.shapes import SORT_FROM_IDS, Memory  # noqa: E402
+from engram_client.lookup.shapes import DENSE_IDS, SORT_FROM_IDS, Memory  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 FORMATS = list(RowFormat)
 POISON = 0x5A
+SORTING_TOKENS = SORT_FROM_IDS // 24 + 1
 
 
 def value_table() -> np.ndarray:
@@ -187,7 +188,7 @@ def test_no_ids_launch_nothing():
     Attached([Rows(10)], RowFormat.PACKED).lookup(torch.zeros(0, 24, dtype=torch.int64, device="cuda"))
 
 
-@pytest.mark.parametrize(("tokens", "workspace"), [(4, False), (SORT_FROM_IDS // 24, True)])
+@pytest.mark.parametrize(("tokens", "workspace"), [(4, False), (SORTING_TOKENS, True)])
 @pytest.mark.parametrize("memory", [Memory.DEVICE, Memory.HOST])
 def test_padding_is_silent_and_invalid_ids_are_counted(memory, tokens, workspace):
     rows = Rows(1000)
@@ -205,7 +206,7 @@ def test_padding_is_silent_and_invalid_ids_are_counted(memory, tokens, workspace
     assert table.invalid[0, 0].item() == 3
 
 
-@pytest.mark.parametrize("tokens", [6, SORT_FROM_IDS // 24])
+@pytest.mark.parametrize("tokens", [6, SORTING_TOKENS])
 def test_a_hashed_id_outside_its_column_is_invalid_except_zero(tokens):
     rows = Rows(2400)
     starts = list(range(0, 2401, 100))
@@ -250,7 +251,7 @@ def test_more_shards_than_a_launch_takes_are_refused():
         Attached([Rows(100)], RowFormat.PLANAR, Memory.PEER, parts=[(k, k + 1) for k in range(65)])
 
 
-@pytest.mark.parametrize("tokens", [5, SORT_FROM_IDS // 24])
+@pytest.mark.parametrize("tokens", [5, SORTING_TOKENS])
 @pytest.mark.parametrize("memory", [Memory.DEVICE, Memory.HOST])
 @pytest.mark.parametrize("row_format", FORMATS)
 def test_one_launch_reads_all_layers(row_format, memory, tokens):
@@ -272,7 +273,7 @@ def test_one_peer_launch_reads_all_layers():
         assert np.array_equal(got[layer], rows.expected(ids[:, layer]))
 
 
-@pytest.mark.parametrize("tokens", [1, 31, SORT_FROM_IDS // 24])
+@pytest.mark.parametrize("tokens", [1, 31, SORTING_TOKENS])
 @pytest.mark.parametrize("memory", [Memory.DEVICE, Memory.HOST])
 @pytest.mark.parametrize("together", [True, False])
 def test_raw_rows_are_the_bytes_as_stored(memory, tokens, together):
@@ -311,10 +312,10 @@ def test_exchanged_raw_rows_become_the_whole_batch(tp, tokens):
     assert np.array_equal(bits(out), rows.expected(ids))
 
 
+@pytest.mark.parametrize("tokens", [SORTING_TOKENS, DENSE_IDS // 24 + 5])
 @pytest.mark.parametrize("kind", ["random", "all the same", "all padding", "one page"])
-def test_sorted_reads_give_what_unsorted_ones_give(kind):
+def test_sorted_reads_give_what_unsorted_ones_give(kind, tokens):
     rows = Rows(200_000)
-    tokens = SORT_FROM_IDS // 24 + 3
     ids = np.random.default_rng(11).integers(-1, len(rows), (tokens, 24))
     if kind == "all the same":
         ids[:] = 12345
