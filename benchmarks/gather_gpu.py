@@ -201,13 +201,14 @@ def arms(
 
 
 def host_cost_us(lookup: Lookup, ids: torch.Tensor, out: torch.Tensor, calls: int = 2000) -> float:
-    """Microseconds of the calling thread a launch, unsorted."""
-    for _ in range(100):
-        lookup(ids, out, ordered=False)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        lookup(ids, out, ordered=False)
+    """Microseconds of the calling thread a launch, unsorted, addresses and stream at hand."""
+    arguments = (ids_of(ids), [Out(out.data_ptr())], torch.cuda.current_stream().cuda_stream)
+    begin = 0.0
+    for call in range(calls + 100):
+        if call == 100:
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+        lookup.gather(*arguments)
     cost = (time.perf_counter() - begin) / calls * 1e6
     torch.cuda.synchronize()
     return cost

@@ -5,7 +5,8 @@
 // mirror of the structs and decides the shape of each launch.
 //
 // Assumptions that the host has checked: every address is readable from this GPU; packed rows are
-// 8-byte aligned and planar ones 16-byte; outputs are 16-byte aligned; fewer than 2^31 ids a table.
+// 8-byte aligned and planar ones 16-byte; outputs are 16-byte aligned; fewer than 2^31 ids in a launch; fewer
+// than 2^32 rows in a part of a table.
 // Offsets into tables are 64 bits: one table is 94 GiB.
 
 typedef unsigned char u8;
@@ -25,7 +26,7 @@ constexpr u32 MAX_SHARDS = 64;
 // Rows that are not read from the table share so many buckets of the sort, zero rows (padding, invalid ids,
 // other shards) and copies of repeated ids each: one bucket alone would make them all wait for one counter.
 constexpr u32 SPREAD = 64;
-constexpr u32 SMALL_THREADS = 128; // a block of gather_one
+constexpr u32 FEW_THREADS = 128; // a block of gather_few
 
 struct Output {
     u8* values;
@@ -35,7 +36,7 @@ struct Output {
 struct Table {
     const u8* values; // of row `start`
     const u8* scales;
-    i64 start, stop;          // the rows that this launch may read; others give zeros
+    i64 start, count;         // the rows that this launch may read, fewer than 2^32; others give zeros
     i64 rows;                 // rows of the whole table; ids from here on are invalid
     const i64* column_starts; // [columns + 1], or null where ids are not hashed
     u64* invalid;             // [3]: how many invalid ids, one of them, its position
@@ -57,7 +58,8 @@ template <u32 TABLES> struct ArgsFor {
     u32 out_scale_stride;
     u32 bucket_shift, buckets; // buckets of 2^bucket_shift rows, `buckets` a table
     u32 slot_mask;             // slots - 1 of the hash table that finds repeated ids
-    u32 unused[3];
+    u32 zero; // 0, which the compiler does not know
+    u32 unused[2];
     const u8* ids;
     u32 token_stride, column_stride; // bytes
     u32 items;                       // ids a table: tokens * columns
@@ -90,6 +92,10 @@ template <int W> struct Piece {
 };
 
 // A row is read once: keeping it in L1 would only push out ids and column starts.
+__device__ __forceinline__ void load_once(u32 (&w)[1], const u8* p) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));
+}
+
 __device__ __forceinline__ void load_once(u32 (&w)[2], const u8* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
 }
@@ -104,6 +110,10 @@ __device__ __forceinline__ u32 load_once(const u8* p) {
     u32 byte;
     asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(byte) : "l"(p));
     return byte;
+}
+
+__device__ __forceinline__ void store8(u8* p, u32 a, u32 b) {
+    asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory");
 }
 
 __device__ __forceinline__ void store16(u8* p, u32 a, u32 b, u32 c, u32 d) {
@@ -170,15 +180,10 @@ __device__ __forceinline__ u32 rounded2(u32 pair, u32 scale) {
     return rounded1(low, pair, scale) | rounded1(high, pair >> 8, scale) << 16;
 }
 
-// The general case for 8 values, rare: a call, because a launch of one token pays for every instruction that
+// The general case for 4 values, rare: a call, because a launch of one token pays for every instruction that
 // it has to fetch on its way.
-__device__ __noinline__ void store_rounded(u8* out, u32 first, u32 second, u32 scale) {
-#pragma unroll 1
-    for (u32 k = 0; k < 2; k++) {
-        const u32 a = rounded2(first & 0xFFFFu, scale), b = rounded2(first >> 16, scale);
-        asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(out + k * 8), "r"(a), "r"(b) : "memory");
-        first = second;
-    }
+__device__ __noinline__ void store_rounded(u8* out, u32 word, u32 scale) {
+    store8(out, rounded2(word & 0xFFFFu, scale), rounded2(word >> 16, scale));
 }
 
 template <int W> __device__ __forceinline__ bool is_exact(const Piece<W>& piece) {
@@ -192,20 +197,21 @@ template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece
     u8* to = out + lane * W * 2;
     if (__builtin_expect(is_exact(piece), 1)) {
         const float factor = __uint_as_float(piece.scale << 23); // exact scales are not 0
+        u32 result[W / 2];
 #pragma unroll
-        for (int k = 0; k < W / 4; k += 2) {
-            const u32 a = piece.words[k], b = piece.words[k + 1];
-            store16(to + k * 8, exact2(a, factor), exact2(a >> 16, factor), exact2(b, factor), exact2(b >> 16, factor));
-        }
+        for (int k = 0; k < W / 2; k++) result[k] = exact2(piece.words[k / 2] >> (k % 2 * 16), factor);
+        if constexpr (W == 4) store8(to, result[0], result[1]);
+#pragma unroll
+        for (int k = 0; k + 4 <= W / 2; k += 4) store16(to + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
     } else {
 #pragma unroll
-        for (int k = 0; k < W / 4; k += 2) store_rounded(to + k * 8, piece.words[k], piece.words[k + 1], piece.scale);
+        for (int k = 0; k < W / 4; k++) store_rounded(to + k * 8, piece.words[k], piece.scale);
     }
 }
 
 // Only W = 8: rows of 264 bytes are 8-byte aligned.
 __device__ __forceinline__ void store_raw(u8* values, u8* scales, const Piece<8>& piece, u32 lane) {
-    asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(values + lane * 8), "r"(piece.words[0]), "r"(piece.words[1]) : "memory");
+    store8(values + lane * 8, piece.words[0], piece.words[1]);
     if (lane % 4 == 0) scales[lane / 4] = (u8)piece.scale;
 }
 
@@ -231,14 +237,6 @@ template <class A> __device__ __forceinline__ i64 load_id(const A& a, u32 table,
     return a.id_bytes == 8 ? *(const i64*)p : (i64) * (const int*)p;
 }
 
-// Counts an invalid id and keeps the first that comes. A call: see store_rounded.
-__device__ __noinline__ void report(u64* invalid, i64 id, u32 item) {
-    if (atomicAdd(invalid, 1ull) == 0) {
-        invalid[1] = (u64)id;
-        invalid[2] = item;
-    }
-}
-
 // One wanted row on its way: which id, and where its values go.
 struct Wanted {
     i64 id;
@@ -250,29 +248,37 @@ template <class A> __device__ __forceinline__ Wanted wanted_at(const A& a, u32 t
     return Wanted{load_id(a, table, token, column), item, table, column};
 }
 
-// Whether the wanted id names a row; in a hashed batch, a row of its column.
-__device__ __forceinline__ bool is_valid(const Table& table, const Wanted& wanted) {
-    if (!table.column_starts) return (u64)wanted.id < (u64)table.rows;
-    const i64 first = table.column_starts[wanted.column], stop = table.column_starts[wanted.column + 1];
-    return (wanted.id >= first) & (wanted.id < stop); // both reads at once, beside that of the id
-}
-
-// What row_of() gives for a row of zeros.
-constexpr i64 ABSENT = -1;  // padding, or another shard's
-constexpr i64 INVALID = -2; // to be reported
-
-// The wanted row within this launch's shard. Negative ids are padding, and in a hashed batch an idle slot has
-// id 0 in every column: neither is invalid.
+// The wanted row within what this launch may read, or -1 for a row of zeros. In a hashed batch an id must lie
+// in its column's range.
 template <class A> __device__ __forceinline__ i64 row_of(const A& a, const Wanted& wanted) {
     const Table& table = a.target[wanted.table].table;
-    const i64 id = wanted.id;
-    if (!is_valid(table, wanted)) return id < 0 || (table.column_starts && id == 0) ? ABSENT : INVALID;
-    return id >= table.start && id < table.stop ? id - table.start : ABSENT;
+    const i64 row = wanted.id - table.start;
+    bool reads = (u64)row < (u64)table.count;
+    if (table.column_starts) {
+        const i64 first = table.column_starts[wanted.column], stop = table.column_starts[wanted.column + 1];
+        reads = reads & (wanted.id >= first) & (wanted.id < stop); // both reads at once, beside that of the id
+    }
+    return reads ? row : -1;
 }
 
-template <class A> __device__ __forceinline__ void report_invalid(const A& a, const Wanted& wanted, i64 row) {
-    if (__builtin_expect(row == INVALID, 0)) report(a.target[wanted.table].table.invalid, wanted.id, wanted.item);
+// Decides why a row was not read; counts the id if it is invalid, and keeps the first that comes. Negative
+// ids are padding, and in a hashed batch an idle slot has id 0 in every column: neither is invalid.
+__device__ __noinline__ void examine(const i64* column_starts, i64 rows, u64* invalid, i64 id, u32 column, u32 item) {
+    const bool valid = column_starts ? id == 0 || (id >= column_starts[column] && id < column_starts[column + 1]) : id < rows;
+    if (id < 0 || valid) return;
+    if (atomicAdd(invalid, 1ull) == 0) {
+        invalid[1] = (u64)id;
+        invalid[2] = item;
+    }
 }
+
+template <class A> __device__ __forceinline__ void check_unread(const A& a, const Wanted& wanted, i64 row) {
+    const Table& table = a.target[wanted.table].table;
+    if (__builtin_expect(row < 0, 0)) examine(table.column_starts, table.rows, table.invalid, wanted.id, wanted.column, wanted.item);
+}
+
+// Row `row` of what begins at `base`: rows are counted in 32 bits, bytes in 64.
+__device__ __forceinline__ const u8* row_at(const u8* base, i64 row, u32 stride) { return base + (u64)(u32)row * stride; }
 
 // ---- Sources: where the k-th row of a launch comes from ----------------------------------------------
 // want() starts the read of an id, row() decides, locate() gives addresses, check() reports. Kept apart so that the reads of
@@ -282,11 +288,11 @@ template <class A> struct InPlace {
     const A& a;
     __device__ Wanted want(u32 index) const { return wanted_at(a, sizeof(A) == sizeof(Args1) ? 0 : blockIdx.y, index); }
     __device__ i64 row(const Wanted& wanted) const { return row_of(a, wanted); }
-    __device__ void check(const Wanted& wanted, i64 row) const { report_invalid(a, wanted, row); }
+    __device__ void check(const Wanted& wanted, i64 row) const { check_unread(a, wanted, row); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.target[wanted.table].table;
-        values = table.values + row * a.value_stride;
-        scales = table.scales + row * a.scale_stride;
+        values = row_at(table.values, row, a.value_stride);
+        scales = row_at(table.scales, row, a.scale_stride);
     }
 };
 
@@ -295,7 +301,7 @@ struct Peers {
     const Shards& shards;
     __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
     __device__ i64 row(const Wanted& wanted) const { return row_of(a, wanted); }
-    __device__ void check(const Wanted& wanted, i64 row) const { report_invalid(a, wanted, row); }
+    __device__ void check(const Wanted& wanted, i64 row) const { check_unread(a, wanted, row); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.target[wanted.table].table;
         u32 low = table.shard_first, high = table.shard_first + table.shard_count;
@@ -305,8 +311,8 @@ struct Peers {
             else high = middle;
         }
         const Shard& shard = shards.shard[low];
-        values = shard.values + (row - shard.start) * a.value_stride;
-        scales = shard.scales + (row - shard.start) * a.scale_stride;
+        values = row_at(shard.values, row - shard.start, a.value_stride);
+        scales = row_at(shard.scales, row - shard.start, a.scale_stride);
     }
 };
 
@@ -321,7 +327,7 @@ struct Exchanged {
         return ((i64)(wanted.column / columns) * tokens + token) * columns + wanted.column % columns;
     }
     __device__ void locate(const Wanted&, i64 row, const u8*& values, const u8*& scales) const {
-        values = a.target[0].table.values + row * PACKED_ROW;
+        values = row_at(a.target[0].table.values, row, PACKED_ROW);
         scales = values + ROW_VALUES;
     }
 };
@@ -336,12 +342,6 @@ struct Span {
 template <int W> __device__ __forceinline__ Span grid_span(u32 items) {
     constexpr u32 LANES = ROW_VALUES / W;
     return Span{(blockIdx.x * blockDim.x + threadIdx.x) / LANES, items, gridDim.x * blockDim.x / LANES};
-}
-
-// One row a group and a grid that covers all: nothing about the launch needs to be read.
-template <int W> __device__ __forceinline__ Span exact_span(u32 items) {
-    constexpr u32 LANES = ROW_VALUES / W;
-    return Span{blockIdx.x * (SMALL_THREADS / LANES) + threadIdx.x / LANES, items, ~0u >> 1};
 }
 
 template <int W, int ROWS, bool RAW, class A, class Source>
@@ -376,14 +376,31 @@ __device__ __forceinline__ void gather(const A& a, const Source& source, const S
     }
 }
 
-// One table, a block of SMALL_THREADS.
-#define GATHER_ONE(NAME, W)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(SMALL_THREADS) NAME(const __grid_constant__ Args1 a) {      \
-        gather<W, 1, false>(a, InPlace<Args1>{a}, exact_span<W>(a.items));                                   \
+// The same for one table and few tokens, where each instruction shows: grid x is the token, y and the groups
+// of a block are its columns.
+template <int W> __device__ __forceinline__ void gather_few(const Args1& a) {
+    constexpr u32 LANES = ROW_VALUES / W;
+    const u32 lane = threadIdx.x % LANES, column = blockIdx.y * (FEW_THREADS / LANES) + threadIdx.x / LANES;
+    if (column >= a.columns) return;
+    const u32 item = blockIdx.x * a.columns + column;
+    const Wanted wanted{load_id(a, 0, blockIdx.x, column), item, 0, column};
+    const i64 row = row_of(a, wanted);
+    Piece<W> piece;
+    zero_piece(piece, NEUTRAL_SCALE);
+    if (row >= 0) {
+        const Table& table = a.target[0].table;
+        load_piece(piece, row_at(table.values, row, a.value_stride), row_at(table.scales, row, a.scale_stride), lane);
+    } else if (lane == 0) {
+        check_unread(a, wanted, row);
     }
+    store_row<W, false>(a, 0, item, piece, lane);
+}
 
-GATHER_ONE(gather_one_bf16_w8, 8)
-GATHER_ONE(gather_one_bf16_w16, 16)
+#define GATHER_FEW(NAME, W)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) NAME(const __grid_constant__ Args1 a) { gather_few<W>(a); }
+
+GATHER_FEW(gather_few_bf16_w4, 4)
+GATHER_FEW(gather_few_bf16_w8, 8)
 
 // Grid: x covers the ids of one table, y the tables.
 #define GATHER(NAME, W, ROWS, RAW)                                                                           \
@@ -457,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(256) order_count(const __grid_const
     const u32 self = table * a.items + item;
     const Wanted wanted = wanted_at(a, table, item);
     const i64 row = row_of(a, wanted);
-    report_invalid(a, wanted, row);
+    check_unread(a, wanted, row);
     const u32 leader = row < 0 ? self : leader_of(a, wanted);
     leaders_of(a)[self] = leader;
     ranks_of(a)[self] = atomicAdd(&counters_of(a)[bucket_of(a, wanted, row, leader == self)], 1u);
@@ -515,21 +532,31 @@ __device__ __forceinline__ Entry entry_at(const Args& a, u32 index) {
     return Entry{(i64)((u64)(u32)v.x | (u64)(u32)v.y << 32), (u32)v.z, (u32)v.w};
 }
 
-// Reads the rows that must be read, a warp a row. The grid bounds how many are in flight.
+__device__ __forceinline__ void load_entry(const Args& a, const Entry& entry, Piece<8>& piece, u32 lane, u32 zero) {
+    const Table& table = a.target[entry.table].table;
+    load_piece(piece, row_at(table.values, entry.row, a.value_stride) + zero, row_at(table.scales, entry.row, a.scale_stride), lane);
+}
+
+// Reads the rows that must be read, a warp a row. The grid bounds how many are in flight: a warp asks for its
+// next row as soon as the last has come, before it converts that, but not earlier. `zero` makes it wait.
 template <bool RAW> __device__ __forceinline__ void gather_ordered(const Args& a) {
     const u32 lane = threadIdx.x % 32, step = gridDim.x * blockDim.x / 32;
     const u32 reads = counters_of(a)[real_buckets(a)];
     u32 index = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (index >= reads) return;
-    Entry next = entry_at(a, index);
+    Entry entry = entry_at(a, index), next = entry_at(a, index + step < reads ? index + step : index);
+    Piece<8> piece, coming;
+    load_entry(a, entry, piece, lane, 0);
 #pragma unroll 1
-    for (; index < reads; index += step) {
-        const Entry entry = next;
-        next = entry_at(a, index + step < reads ? index + step : index); // while the row is on its way
-        const Table& table = a.target[entry.table].table;
-        Piece<8> piece;
-        load_piece(piece, table.values + entry.row * a.value_stride, table.scales + entry.row * a.scale_stride, lane);
+    for (;;) {
+        index += step;
+        const u32 zero = (piece.words[0] | piece.words[1] | piece.scale) & a.zero;
+        if (index < reads) load_entry(a, next, coming, lane, zero);
         store_row<8, RAW>(a, entry.table, entry.item, piece, lane);
+        if (index >= reads) return;
+        entry = next;
+        piece = coming;
+        next = entry_at(a, index + step < reads ? index + step : index);
     }
 }
 

@@ -22,6 +22,7 @@ MAX_TABLES = 4
 MAX_SHARDS = 64
 SPREAD_BUCKETS = 2 * 64
 MAX_ITEMS = 2**31 - 1
+MAX_PART_ROWS = 2**32 - 1
 BF16_ROW_BYTES = 2 * ROW_VALUES
 
 # The mirrors of struct ArgsFor up to its targets, of Output, Table and Shard.
@@ -29,7 +30,7 @@ _HEAD = struct.Struct("<Qq8IQ10I")
 _OUT = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QQqqqQQII")
 _SHARD = struct.Struct("<QQq")
-_UNUSED = (0, 0, 0)
+_UNUSED = (0, 0, 0)  # zero and two to fill a cache line
 _TARGET_BYTES = _OUT.size + _TABLE.size
 _ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
 _PLANS_KEPT = 1024
@@ -168,7 +169,7 @@ class Gather:
     memory: where the tables are; it decides the launch shape. raw: outputs are values and scales as stored,
     with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256].
 
-    Raises Unsupported for more tables or shards than one launch takes.
+    Raises Unsupported for more tables, shards or rows than one launch takes.
     """
 
     def __init__(
@@ -192,6 +193,10 @@ class Gather:
         peer = any(len(source.parts) > 1 for source in sources)
         self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer)
         row_span = max(part.stop - part.start for part in shards)
+        if row_span > MAX_PART_ROWS:
+            raise Unsupported(
+                feature=f"{row_span} rows in one part", reason="fewer than 2^32", remedy="split the table"
+            )
         shift = bucket_shift(row_span)
         self._buckets = (row_span >> shift) + 1
         table_strides = (ROW_BYTES, ROW_BYTES) if row_format is RowFormat.PACKED else (ROW_VALUES, ROW_SCALES)
@@ -213,7 +218,7 @@ class Gather:
                 _HEAD.size + index * _TARGET_BYTES + _OUT.size,
                 *first.planes(row_format),
                 first.start,
-                last.stop,
+                last.stop - first.start,
                 source.rows,
                 source.column_starts,
                 source.invalid,
@@ -283,7 +288,7 @@ class Gather:
         if items > MAX_ITEMS // self.tables:
             raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
         ordered = has_workspace and self.sorts(items)
-        shape = shape_for(self._kind, items, self._kernels.multiprocessors, ordered=ordered)
+        shape = shape_for(self._kind, tokens, columns, self._kernels.multiprocessors, ordered=ordered)
         plan = _Plan(
             items,
             self._kernels.function(shape.kernel) if items else None,

@@ -24,7 +24,9 @@ in flight lose what the order gains (112 rows: a fifth slower than 96), fewer le
 FILL_BLOCKS = 4
 """Blocks a multiprocessor that write what an ordered launch does not read: zeros and copies."""
 THREADS = 256
-SMALL_THREADS = 128
+FEW_THREADS = 128
+FEW_COLUMNS = 65_535 * 2
+"""More ids a token than this do not fit the grid of gather_few."""
 FULL_ROWS = 64
 """From this many rows a multiprocessor on, more bytes in flight a lane pay; before, only their latency shows."""
 
@@ -66,19 +68,22 @@ def bucket_shift(rows: int) -> int:
     return max(BUCKET_ROWS_SHIFT, (rows >> MAX_BUCKETS_SHIFT).bit_length())
 
 
-def shape_for(kind: Kind, items: int, multiprocessors: int, *, ordered: bool) -> Shape:
-    """The launch that reads `items` rows of each table."""
+def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, ordered: bool) -> Shape:
+    """The launch that reads `tokens * columns` rows of each table."""
     suffix = "raw" if kind.raw else "bf16"
+    items = tokens * columns
     ids = items * kind.tables
     if ordered:
         blocks = ORDERED_BLOCKS if ids >= DENSE_IDS else SPARSE_BLOCKS
         return Shape(f"gather_ordered_{suffix}", (blocks, 1), THREADS, f"fill_ordered_{suffix}")
     full = ids >= multiprocessors * FULL_ROWS
+    host = kind.memory is Memory.HOST
+    if kind.tables == 1 and not kind.raw and not kind.peer and columns <= FEW_COLUMNS and (host or not full):
+        # 8 bytes a lane ask for a packed row's 256 bytes in one request; on HBM 4 make the shorter program.
+        width = 8 if host else 4
+        return Shape(f"gather_few_bf16_w{width}", (tokens, -(-columns // (FEW_THREADS * width // 256))), FEW_THREADS)
     lanes = 16 if full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer else 32
-    if kind.tables == 1 and not kind.raw and not kind.peer:
-        blocks = -(-items // (SMALL_THREADS // lanes))
-        return Shape(f"gather_one_{suffix}_w{256 // lanes}", (blocks, 1), SMALL_THREADS)
-    rows = 2 if full and lanes == 32 and kind.memory is not Memory.HOST else 1
+    rows = 2 if full and lanes == 32 and not host else 1
     blocks = -(-items // (rows * THREADS // lanes))
     prefix = "peer_" if kind.peer else ""
     return Shape(f"gather_{prefix}{suffix}_w{256 // lanes}_r{rows}", (blocks, kind.tables), THREADS)

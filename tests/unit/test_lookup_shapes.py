@@ -49,19 +49,23 @@ def test_buckets_stay_below_what_one_block_scans(rows):
     st.integers(1, 4),
     st.booleans(),
     st.booleans(),
-    st.integers(1, 2**24),
+    st.integers(1, 2**20),
+    st.one_of(st.integers(1, 100), st.integers(1, 2**20)),
 )
-def test_the_grid_covers_every_row(memory, row_format, tables, raw, peer, items):
-    shape = shape_for(Kind(memory, row_format, tables, raw=raw, peer=peer), items, MULTIPROCESSORS, ordered=False)
-    one = re.fullmatch(r"gather_one_bf16_w(\d+)", shape.kernel)
-    many = re.fullmatch(r"gather_(?:peer_)?(?:raw|bf16)_w(\d+)_r(\d)", shape.kernel)
-    match = one or many
+def test_the_grid_covers_every_row(memory, row_format, tables, raw, peer, tokens, columns):
+    kind = Kind(memory, row_format, tables, raw=raw, peer=peer)
+    shape = shape_for(kind, tokens, columns, MULTIPROCESSORS, ordered=False)
+    match = re.fullmatch(r"gather_(?:few_|peer_)?(?:raw|bf16)_w(\d+)(?:_r(\d))?", shape.kernel)
     assert match
-    rows_a_lane_group = 1 if one else int(match[2])
-    groups = shape.grid[0] * shape.threads // (ROW_VALUES // int(match[1]))
-    assert groups * rows_a_lane_group >= items
-    assert (groups - shape.threads) * rows_a_lane_group < items, "blocks without work"
-    assert shape.grid[1] == tables
+    groups = shape.threads // (ROW_VALUES // int(match[1]))
+    assert shape.grid[1] <= 65_535
+    if "few" in shape.kernel:
+        assert shape.grid[0] == tokens
+        assert (shape.grid[1] - 1) * groups < columns <= shape.grid[1] * groups
+    else:
+        rows = groups * int(match[2])
+        assert (shape.grid[0] - 1) * rows < tokens * columns <= shape.grid[0] * rows
+        assert shape.grid[1] == tables
 
 
 def test_only_large_batches_of_host_tables_are_sorted():
