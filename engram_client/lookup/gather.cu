@@ -58,8 +58,7 @@ template <u32 TABLES> struct ArgsFor {
     u32 out_scale_stride;
     u32 bucket_shift, buckets; // buckets of 2^bucket_shift rows, `buckets` a table
     u32 slot_mask;             // slots - 1 of the hash table that finds repeated ids
-    u32 zero; // 0, which the compiler does not know
-    u32 unused[2];
+    u32 unused[3];
     const u8* ids;
     u32 token_stride, column_stride; // bytes
     u32 items;                       // ids a table: tokens * columns
@@ -92,10 +91,6 @@ template <int W> struct Piece {
 };
 
 // A row is read once: keeping it in L1 would only push out ids and column starts.
-__device__ __forceinline__ void load_once(u32 (&w)[1], const u8* p) {
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));
-}
-
 __device__ __forceinline__ void load_once(u32 (&w)[2], const u8* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
 }
@@ -200,9 +195,8 @@ template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece
         u32 result[W / 2];
 #pragma unroll
         for (int k = 0; k < W / 2; k++) result[k] = exact2(piece.words[k / 2] >> (k % 2 * 16), factor);
-        if constexpr (W == 4) store8(to, result[0], result[1]);
 #pragma unroll
-        for (int k = 0; k + 4 <= W / 2; k += 4) store16(to + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
+        for (int k = 0; k < W / 2; k += 4) store16(to + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
     } else {
 #pragma unroll
         for (int k = 0; k < W / 4; k++) store_rounded(to + k * 8, piece.words[k], piece.scale);
@@ -234,7 +228,10 @@ template <class A> __device__ __forceinline__ u32 token_of(const A& a, u32 item)
 
 template <class A> __device__ __forceinline__ i64 load_id(const A& a, u32 table, u32 token, u32 column) {
     const u8* p = a.ids + table * a.table_stride + (u64)token * a.token_stride + (u64)column * a.column_stride;
-    return a.id_bytes == 8 ? *(const i64*)p : (i64) * (const int*)p;
+    i64 id;
+    if (a.id_bytes == 8) asm volatile("ld.global.s64 %0, [%1];" : "=l"(id) : "l"(p));
+    else asm volatile("ld.global.s32 %0, [%1];" : "=l"(id) : "l"(p));
+    return id;
 }
 
 // One wanted row on its way: which id, and where its values go.
@@ -376,31 +373,36 @@ __device__ __forceinline__ void gather(const A& a, const Source& source, const S
     }
 }
 
-// The same for one table and few tokens, where each instruction shows: grid x is the token, y and the groups
-// of a block are its columns.
-template <int W> __device__ __forceinline__ void gather_few(const Args1& a) {
-    constexpr u32 LANES = ROW_VALUES / W;
-    const u32 lane = threadIdx.x % LANES, column = blockIdx.y * (FEW_THREADS / LANES) + threadIdx.x / LANES;
+// Has the value in a register from here on.
+template <class T> __device__ __forceinline__ void keep(T& value) {
+    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
+    else asm volatile("" : "+r"(value));
+}
+
+// The same for one table and few tokens, where each instruction shows: grid x is the token, y and the warps
+// of a block are its columns. Parameters are read while the id is on its way: left alone, the compiler reads
+// them where they are used, which is after it.
+extern "C" __global__ void __launch_bounds__(FEW_THREADS) gather_few_bf16(const __grid_constant__ Args1 a) {
+    const u32 lane = threadIdx.x % 32, column = blockIdx.y * (FEW_THREADS / 32) + threadIdx.x / 32;
     if (column >= a.columns) return;
     const u32 item = blockIdx.x * a.columns + column;
+    const Table& table = a.target[0].table;
     const Wanted wanted{load_id(a, 0, blockIdx.x, column), item, 0, column};
+    u64 values = (u64)(table.values + lane * 8), scales = (u64)(table.scales + lane / 4);
+    u64 to = (u64)(a.target[0].out.values + (u64)item * a.out_value_stride);
+    u32 value_stride = a.value_stride, scale_stride = a.scale_stride;
+    keep(values), keep(scales), keep(to), keep(value_stride), keep(scale_stride);
     const i64 row = row_of(a, wanted);
-    Piece<W> piece;
+    Piece<8> piece;
     zero_piece(piece, NEUTRAL_SCALE);
     if (row >= 0) {
-        const Table& table = a.target[0].table;
-        load_piece(piece, row_at(table.values, row, a.value_stride), row_at(table.scales, row, a.scale_stride), lane);
+        load_once(piece.words, row_at((const u8*)values, row, value_stride));
+        piece.scale = load_once(row_at((const u8*)scales, row, scale_stride));
     } else if (lane == 0) {
         check_unread(a, wanted, row);
     }
-    store_row<W, false>(a, 0, item, piece, lane);
+    store_bf16((u8*)to, piece, lane);
 }
-
-#define GATHER_FEW(NAME, W)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(FEW_THREADS) NAME(const __grid_constant__ Args1 a) { gather_few<W>(a); }
-
-GATHER_FEW(gather_few_bf16_w4, 4)
-GATHER_FEW(gather_few_bf16_w8, 8)
 
 // Grid: x covers the ids of one table, y the tables.
 #define GATHER(NAME, W, ROWS, RAW)                                                                           \
@@ -532,31 +534,21 @@ __device__ __forceinline__ Entry entry_at(const Args& a, u32 index) {
     return Entry{(i64)((u64)(u32)v.x | (u64)(u32)v.y << 32), (u32)v.z, (u32)v.w};
 }
 
-__device__ __forceinline__ void load_entry(const Args& a, const Entry& entry, Piece<8>& piece, u32 lane, u32 zero) {
-    const Table& table = a.target[entry.table].table;
-    load_piece(piece, row_at(table.values, entry.row, a.value_stride) + zero, row_at(table.scales, entry.row, a.scale_stride), lane);
-}
-
-// Reads the rows that must be read, a warp a row. The grid bounds how many are in flight: a warp asks for its
-// next row as soon as the last has come, before it converts that, but not earlier. `zero` makes it wait.
+// Reads the rows that must be read, a warp a row. The grid bounds how many are in flight.
 template <bool RAW> __device__ __forceinline__ void gather_ordered(const Args& a) {
     const u32 lane = threadIdx.x % 32, step = gridDim.x * blockDim.x / 32;
     const u32 reads = counters_of(a)[real_buckets(a)];
     u32 index = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (index >= reads) return;
-    Entry entry = entry_at(a, index), next = entry_at(a, index + step < reads ? index + step : index);
-    Piece<8> piece, coming;
-    load_entry(a, entry, piece, lane, 0);
+    Entry next = entry_at(a, index);
 #pragma unroll 1
-    for (;;) {
-        index += step;
-        const u32 zero = (piece.words[0] | piece.words[1] | piece.scale) & a.zero;
-        if (index < reads) load_entry(a, next, coming, lane, zero);
+    for (; index < reads; index += step) {
+        const Entry entry = next;
+        next = entry_at(a, index + step < reads ? index + step : index); // while the row is on its way
+        const Table& table = a.target[entry.table].table;
+        Piece<8> piece;
+        load_piece(piece, row_at(table.values, entry.row, a.value_stride), row_at(table.scales, entry.row, a.scale_stride), lane);
         store_row<8, RAW>(a, entry.table, entry.item, piece, lane);
-        if (index >= reads) return;
-        entry = next;
-        piece = coming;
-        next = entry_at(a, index + step < reads ? index + step : index);
     }
 }
 

@@ -25,7 +25,7 @@ FILL_BLOCKS = 4
 """Blocks a multiprocessor that write what an ordered launch does not read: zeros and copies."""
 THREADS = 256
 FEW_THREADS = 128
-FEW_COLUMNS = 65_535 * 2
+FEW_COLUMNS = 65_535 * 4
 """More ids a token than this do not fit the grid of gather_few."""
 FULL_ROWS = 64
 """From this many rows a multiprocessor on, more bytes in flight a lane pay; before, only their latency shows."""
@@ -79,9 +79,7 @@ def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, or
     full = ids >= multiprocessors * FULL_ROWS
     host = kind.memory is Memory.HOST
     if kind.tables == 1 and not kind.raw and not kind.peer and columns <= FEW_COLUMNS and (host or not full):
-        # 8 bytes a lane ask for a packed row's 256 bytes in one request; on HBM 4 make the shorter program.
-        width = 8 if host else 4
-        return Shape(f"gather_few_bf16_w{width}", (tokens, -(-columns // (FEW_THREADS * width // 256))), FEW_THREADS)
+        return Shape("gather_few_bf16", (tokens, -(-columns // (FEW_THREADS // 32))), FEW_THREADS)
     lanes = 16 if full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer else 32
     rows = 2 if full and lanes == 32 and not host else 1
     blocks = -(-items // (rows * THREADS // lanes))

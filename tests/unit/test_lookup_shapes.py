@@ -55,15 +55,15 @@ def test_buckets_stay_below_what_one_block_scans(rows):
 def test_the_grid_covers_every_row(memory, row_format, tables, raw, peer, tokens, columns):
     kind = Kind(memory, row_format, tables, raw=raw, peer=peer)
     shape = shape_for(kind, tokens, columns, MULTIPROCESSORS, ordered=False)
-    match = re.fullmatch(r"gather_(?:few_|peer_)?(?:raw|bf16)_w(\d+)(?:_r(\d))?", shape.kernel)
-    assert match
-    groups = shape.threads // (ROW_VALUES // int(match[1]))
     assert shape.grid[1] <= 65_535
-    if "few" in shape.kernel:
+    if shape.kernel == "gather_few_bf16":
         assert shape.grid[0] == tokens
-        assert (shape.grid[1] - 1) * groups < columns <= shape.grid[1] * groups
+        warps = shape.threads // 32
+        assert (shape.grid[1] - 1) * warps < columns <= shape.grid[1] * warps
     else:
-        rows = groups * int(match[2])
+        match = re.fullmatch(r"gather_(?:peer_)?(?:raw|bf16)_w(\d+)_r(\d)", shape.kernel)
+        assert match
+        rows = shape.threads // (ROW_VALUES // int(match[1])) * int(match[2])
         assert (shape.grid[0] - 1) * rows < tokens * columns <= shape.grid[0] * rows
         assert shape.grid[1] == tables
 
