@@ -1,4 +1,4 @@
-"""The lookup kernels as Python calls on addresses: what gather.cu's structs hold and how a launch is shaped.
+"""The lookup kernels as Python calls on addresses: packs the structs of gather.cu and launches.
 
 Nothing here allocates, synchronises or knows torch: callers pass device addresses and a stream, so every
 call can be captured in a CUDA graph. `Gather` is made once for a set of mapped tables; calling it packs a
@@ -246,15 +246,25 @@ class Gather:
         """Launches the lookup of `ids` into `outs` (one a table) on `stream`.
 
         workspace: device memory of `workspace_bytes(tokens * columns)`; 0 reads the ids in their own order.
-        Raises Unsupported for 2^31 ids or more, CudaCallFailed.
+        Raises Unsupported for 2^31 ids or more or strides of 4 GiB, CudaCallFailed.
         """
-        address, id_bytes, tokens, columns, token_stride, column_stride, table_stride = ids
-        key = (tokens, columns, workspace != 0)
+        key = (ids.tokens, ids.columns, workspace != 0)
         plan = self._plans.get(key) or self._plan(*key)
         if plan.items == 0:
             return
         with self._lock:
-            arguments = self._parameters.args
+            self._pack(plan, ids, outs, workspace)
+            if plan.slots:
+                self._order(plan, stream, workspace)
+            self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
+            if plan.slots:
+                grid = (self._kernels.multiprocessors * FILL_BLOCKS, 1)
+                self._kernels.launch(plan.fill, grid, _ORDER_THREADS, stream, self._parameters.address)
+
+    def _pack(self, plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int) -> None:
+        address, id_bytes, _, columns, token_stride, column_stride, table_stride = ids
+        arguments = self._parameters.args
+        try:
             _HEAD.pack_into(
                 arguments,
                 0,
@@ -272,16 +282,16 @@ class Gather:
                 *self._strides,
                 id_bytes,
             )
-            at = _HEAD.size
-            for out in outs:
-                _OUT.pack_into(arguments, at, *out)
-                at += _TARGET_BYTES
-            if plan.slots:
-                self._order(plan, stream, workspace)
-            self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
-            if plan.slots:
-                grid = (self._kernels.multiprocessors * FILL_BLOCKS, 1)
-                self._kernels.launch(plan.fill, grid, _ORDER_THREADS, stream, self._parameters.address)
+        except struct.error as error:
+            raise Unsupported(
+                feature=f"ids with strides of {token_stride} and {column_stride} bytes",
+                reason="fewer than 2^32",
+                remedy="make the ids contiguous",
+            ) from error
+        at = _HEAD.size
+        for out in outs:
+            _OUT.pack_into(arguments, at, *out)
+            at += _TARGET_BYTES
 
     def _plan(self, tokens: int, columns: int, has_workspace: bool) -> _Plan:
         items = tokens * columns

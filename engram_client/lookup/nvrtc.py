@@ -1,4 +1,4 @@
-"""Compiles gather.cu with NVRTC through cuda.core, and keeps the cubins on disk.
+"""Compiles the kernels' sources with NVRTC through cuda.core, and keeps the cubins on disk.
 
 No toolkit and no header is needed. A cubin's file name is the digest of all that shaped it: source, options,
 architecture, NVRTC's version. Ranks that start together may each compile it; each writes its own temporary
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from engram_client.errors import CudaUnavailable, KernelCompileFailed
 
-SOURCE = Path(__file__).with_name("gather.cu")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("gather.cu", "ordered.cu"))
 CACHE_VARIABLE = "ENGRAM_KERNEL_CACHE"
 _DIGEST_BYTES = 32
 _log = logging.getLogger(__name__)
@@ -43,12 +43,17 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "engram-table-server"
 
 
+def read_source() -> str:
+    """The sources in one piece, as NVRTC takes them: it needs no include path then."""
+    return "".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in SOURCES)
+
+
 def cubin(arch: str, *, folder: Path | None = None) -> Cubin:
     """The kernels for `arch` ("sm_90"), from the cache in `folder` or compiled and put there.
 
     Raises CudaUnavailable when cuda.core or NVRTC is missing, KernelCompileFailed when NVRTC refuses.
     """
-    source = SOURCE.read_text()
+    source = read_source()
     path = (folder or cache_folder()) / f"{arch}-{_key(source, arch)}.cubin"
     code = _read(path)
     if code is not None:

@@ -41,7 +41,7 @@ def report(log: str) -> dict[str, tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, tuple[bytes, str]]:
-    source = nvrtc.SOURCE.read_text()
+    source = nvrtc.read_source()
     return {arch: nvrtc.compile_source(source, arch) for arch in ARCHITECTURES}
 
 

@@ -85,7 +85,7 @@ def test_a_part_knows_where_its_scales_are(row_format, scales):
 
 def test_the_structs_have_the_sizes_that_the_source_gives_them():
     """Field by field: the kernel's parameters are packed here and read there."""
-    source = nvrtc.SOURCE.read_text()
+    source = nvrtc.read_source()
     sizes = {"u32": 4, "i64": 8, "u64": 8}
 
     def size(struct: str) -> int:
