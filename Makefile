@@ -1,0 +1,38 @@
+# Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
+.PHONY: demo test check format bench clean
+.DELETE_ON_ERROR:
+
+# The newest interpreter that is new enough; override with `make PYTHON=...`.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+
+# Installed anew when the dependencies or the compiled helper change.
+.venv/installed: pyproject.toml setup.py engram_client/_native.c
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python tests/demo.py
+
+test: check
+	$(BIN)/python -m pytest
+
+# Format, lint and types.
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Ratios against named baselines in the same run; not part of the tests.
+bench: .venv/installed
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf .venv build *.egg-info engram_client/_native*.so

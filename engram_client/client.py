@@ -1,0 +1,234 @@
+"""connect(): attach to the node's daemon, map its tables, hold the lease."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from engram_client.control import ControlConnection
+from engram_client.errors import (
+    ClientClosed,
+    ConnectTimeout,
+    DeviceUnsupported,
+    ForkedClient,
+    MalformedMessage,
+    RankInvalid,
+    TransferCut,
+    UnknownLayer,
+)
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection
+from engram_client.identity import TableIdentity
+from engram_client.mapping.hostmem import HostMapping
+from engram_client.protocol import (
+    DEFAULT_ENDPOINT,
+    Attach,
+    Attached,
+    Progress,
+    ResolvedOptions,
+    TableInfo,
+    handover_path,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from engram_client.table import MappedTable
+
+_open_clients: weakref.WeakSet[MappedClient] = weakref.WeakSet()
+
+
+def connect(
+    endpoint: str = DEFAULT_ENDPOINT,
+    *,
+    rank: int,
+    world_size: int,
+    device: str = "cpu",
+    group: ProcessGroup | None = None,
+    timeout: float = 60.0,
+    layers: Sequence[int] | None = None,
+    identity: Mapping[int, TableIdentity | str] | None = None,
+    strict: bool = False,
+    handover: str | None = None,
+    name: str | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> MappedClient:
+    """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
+    if not 0 <= rank < world_size:
+        raise RankInvalid(rank=rank, world_size=world_size)
+    if device != "cpu":
+        raise DeviceUnsupported(device=device)
+    deadline = time.monotonic() + timeout
+    request = Attach(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        name=name or os.path.basename(sys.argv[0] or sys.executable),
+        layers=None if layers is None else tuple(layers),
+        identity=tuple(d for d in (identity or {}).values() if isinstance(d, TableIdentity)),
+        roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
+        wait=timeout > 0,
+    )
+    lease = HandoverConnection.open(handover_path(endpoint, handover), timeout)
+    try:
+        attached = _attach(endpoint, lease, request, deadline, timeout, on_progress)
+        descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
+        mappings = _map(attached.tables, descriptors)
+    except BaseException:
+        lease.close()
+        raise
+    return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict)
+
+
+def _attach(
+    endpoint: str,
+    lease: HandoverConnection,
+    request: Attach,
+    deadline: float,
+    timeout: float,
+    on_progress: Callable[[Progress], None] | None,
+) -> Attached:
+    with ControlConnection(endpoint, lease) as control:
+        left = max(deadline - time.monotonic(), REPLY_LEAST_S)
+        for reply in control.request(request, left, "waiting for the tables"):
+            if isinstance(reply, Attached):
+                if reply.epoch != lease.epoch:
+                    raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
+                return reply
+            if isinstance(reply, Progress) and on_progress is not None:
+                on_progress(reply)
+    raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
+
+
+def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, HostMapping]:
+    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none."""
+    mappings: dict[str, HostMapping] = {}
+    try:
+        for segment in (segment for table in tables for segment in table.segments):
+            if segment.id not in descriptors:
+                raise MalformedMessage(problem=f"no descriptor for segment {segment.id}")
+            mappings[segment.id] = HostMapping(
+                descriptors[segment.id], segment.nbytes, page_bytes=segment.page_bytes, name=segment.id
+            )
+    except BaseException:
+        for mapping in mappings.values():
+            mapping.close()
+        raise
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return mappings
+
+
+class MappedClient:
+    """A rank's mapped tables and its lease on them: see `engram_client.api.Client`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        rank: int,
+        world_size: int,
+        attached: Attached,
+        lease: HandoverConnection,
+        mappings: dict[str, HostMapping],
+        group: ProcessGroup | None,
+        strict: bool,
+    ) -> None:
+        self._endpoint = endpoint
+        self._rank = rank
+        self._world_size = world_size
+        self._options = attached.options
+        self._infos = {info.geometry.layer_id: info for info in attached.tables}
+        self._lease = lease
+        self._mappings = mappings
+        self._group = group
+        self._strict = strict
+        self._tables: dict[int, MappedTable] = {}
+        self._owner_pid = os.getpid()
+        self._closed = False
+        _open_clients.add(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"layers {list(self._infos)}"
+        return f"<engram client, rank {self._rank} of {self._world_size} at {self._endpoint}: {state}>"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def options(self) -> ResolvedOptions:
+        return self._options
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._infos)
+
+    @property
+    def server_alive(self) -> bool:
+        return not self._closed and self._owner_pid == os.getpid() and self._lease.alive
+
+    def table(self, layer_id: int) -> MappedTable:
+        self.check_usable(f"table {layer_id}")
+        if layer_id not in self._infos:
+            raise UnknownLayer(layer_id=layer_id, served=list(self._infos))
+        if layer_id not in self._tables:
+            from engram_client.table import MappedTable  # brings torch, which a rank has and a tool may not
+
+            info = self._infos[layer_id]
+            (segment,) = info.segments
+            self._tables[layer_id] = MappedTable(
+                info,
+                self._mappings[segment.id].view,
+                self._rank,
+                1 if segment.rank is None else self._world_size,
+                self._group,
+                self._strict,
+                self.check_usable,
+            )
+        return self._tables[layer_id]
+
+    def check_usable(self, what: str) -> None:
+        """Raises ForkedClient in a forked child and ClientClosed after close()."""
+        if os.getpid() != self._owner_pid:
+            raise ForkedClient(owner=self._owner_pid)
+        if self._closed:
+            raise ClientClosed(what=what)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for table in self._tables.values():
+            table.close()
+        for mapping in self._mappings.values():
+            mapping.close()
+        self._lease.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close_lease_in_child(self) -> None:
+        """A forked child's copy of the connection would keep the lease alive after the rank's death."""
+        self._lease.close()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_open_clients):
+        client.close_lease_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,89 @@
+"""Which segments an Attach is given, or why it is refused. Pure: no sockets, no state of its own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engram_client.errors import (
+    IdentityMismatch,
+    NotAllowedNow,
+    RankInvalid,
+    TooManyClients,
+    TpSizeMismatch,
+    UnknownLayer,
+)
+from engram_client.identity import TableIdentity
+from engram_client.protocol import Attach, Attached, Replication, ResolvedOptions, State, TableInfo
+from engram_server import state
+from engram_server.leases import Grant, Leases
+
+
+def check_wait(waiting: int, limit: int) -> None:
+    if waiting >= limit:
+        raise TooManyClients(what="waiting clients", limit=limit)
+
+
+def answer(
+    request: Attach,
+    current: State,
+    epoch: str,
+    options: ResolvedOptions | None,
+    tables: tuple[TableInfo, ...],
+    leases: Leases,
+) -> Attached:
+    """The tables `request` asks for, with a ticket for their descriptors.
+
+    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, UnknownLayer, IdentityMismatch or TooManyClients.
+    """
+    if current not in state.ANSWERS[Attach] or options is None:
+        raise NotAllowedNow(request="attach", state=current.value)
+    if not 0 <= request.rank < request.world_size:
+        raise RankInvalid(rank=request.rank, world_size=request.world_size)
+    if options.replication is Replication.NONE and request.world_size != options.tp_size:
+        raise TpSizeMismatch(client=request.world_size, server=options.tp_size)
+    chosen = _choose(request, tables)
+    _demand(request, chosen)
+    handed = tuple(
+        msgspec.structs.replace(
+            table, segments=tuple(s for s in table.segments if s.rank is None or s.rank == request.rank)
+        )
+        for table in chosen
+    )
+    ticket = leases.issue(
+        Grant(
+            segments=tuple(segment.id for table in handed for segment in table.segments),
+            layers=tuple(table.geometry.layer_id for table in handed),
+            rank=request.rank,
+            world_size=request.world_size,
+            device=request.device[:64],
+            name=request.name[:64],
+        )
+    )
+    return Attached(epoch=epoch, options=options, tables=handed, ticket=ticket)
+
+
+def _choose(request: Attach, tables: tuple[TableInfo, ...]) -> tuple[TableInfo, ...]:
+    by_layer = {table.geometry.layer_id: table for table in tables}
+    asked = tuple(by_layer) if request.layers is None else tuple(dict.fromkeys(request.layers))
+    for layer in (*asked, *(demand.layer_id for demand in request.identity), *map(int, request.roots)):
+        if layer not in by_layer:
+            raise UnknownLayer(layer_id=layer, served=list(by_layer))
+    return tuple(by_layer[layer] for layer in asked)
+
+
+def _demand(request: Attach, tables: tuple[TableInfo, ...]) -> None:
+    demanded = {demand.layer_id: demand for demand in request.identity}
+    for table in tables:
+        layer, served = table.geometry.layer_id, table.identity
+        wanted = demanded.get(layer, served)
+        if str(layer) in request.roots:
+            wanted = msgspec.structs.replace(wanted, root=request.roots[str(layer)])
+        if differing := wanted.differences(served):
+            raise IdentityMismatch(
+                layer_id=layer, differing=list(differing), demanded=_plain(wanted), served=_plain(served)
+            )
+
+
+def _plain(identity: TableIdentity) -> dict[str, object]:
+    plain: dict[str, object] = msgspec.to_builtins(identity)
+    return plain

@@ -1,0 +1,85 @@
+"""`engram-server --config engram.json`: parse, build, serve, drain. Only this file ends the process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import uvloop
+
+from engram_client.errors import EXIT_OTHER, EngramError
+from engram_server.config import LoadedConfig, load_config
+from engram_server.service import Service
+from engram_server.sockets import EndpointLock
+
+log = logging.getLogger("engram_server")
+
+_EXIT_CODES = """exit codes: 0 drained, 1 anything else, 2 configuration, 3 resources, 4 checkpoint,
+5 already running. A unit should not restart on 2, 4 and 5."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    _log_to_stderr(options.log_level)
+    try:
+        loaded = load_config(options.config, options.engram_config, os.environ)
+        for remark in loaded.remarks:
+            log.warning("%s", remark)
+        _raise_file_limit()
+        lock = EndpointLock(loaded.config.control)
+        return uvloop.run(_serve(loaded, lock))
+    except EngramError as error:
+        log.error("%s: %s", error.code, error)
+        return error.exit_code
+    except Exception:
+        log.exception("the daemon failed")
+        return EXIT_OTHER
+
+
+async def _serve(loaded: LoadedConfig, lock: EndpointLock) -> int:
+    service = Service(loaded, lock)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.stop)
+    return await service.run()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="engram-server",
+        description="Loads DeepSeek-V4.1's Engram tables once and hands them to the ranks of this node.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="engram.json")
+    parser.add_argument(
+        "--engram-config", metavar="JSON", help="object that replaces the file's engram_config as a whole"
+    )
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--version", action="version", version=version("engram-table-server"))
+    return parser.parse_args(arguments)  # bad arguments end with 2, as any bad configuration does
+
+
+def _log_to_stderr(level: str) -> None:
+    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def _raise_file_limit() -> None:
+    """Each client holds one descriptor here; the usual soft limit of 1024 is for programs that select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The control socket: one ZeroMQ ROUTER, one task, one handler a request.
+
+A handler's failure answers that request and nothing else. ROUTER never blocks on a peer: what a vanished
+client does not take is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from engram_client.errors import EngramError, InternalError, MalformedMessage, ProtocolMismatch
+from engram_client.protocol import (
+    MAX_REQUEST_BYTES,
+    Failed,
+    Reply,
+    Request,
+    decode,
+    encode,
+    request_id_of,
+)
+from engram_server.config import ControlConfig
+from engram_server.sockets import private_bind
+
+log = logging.getLogger(__name__)
+
+# A frame somewhat too large gets a named error; one larger than this costs the sender its connection.
+_DROP_BYTES = 4 * MAX_REQUEST_BYTES
+LINGER_MS = 500
+"""How long a closing daemon gives its last replies to leave."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Where a reply goes: ZeroMQ's routing id and the request's own id."""
+
+    route: bytes
+    request_id: int
+
+
+class Control:
+    """Serves the control endpoint. `handle(asker, request)` returns the reply, or None to reply later."""
+
+    def __init__(self, path: str, control: ControlConfig, handle: Callable[[Asker, Request], Reply | None]) -> None:
+        self._handle = handle
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _DROP_BYTES)
+        try:
+            with private_bind(path, control):
+                self._socket.bind(f"ipc://{path}")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._task = asyncio.create_task(self._serve(), name="control")
+
+    @property
+    def task(self) -> asyncio.Task[None]:
+        """Ends only by `close`, or by a fault of the socket itself."""
+        return self._task
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)  # waits for LINGER_MS at most
+
+    async def _serve(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            asker, reply = self._answer(frames)
+            if reply is not None:
+                await self.send(asker, reply)
+
+    def _answer(self, frames: list[bytes]) -> tuple[Asker, Reply | None]:
+        asker = Asker(frames[0], request_id_of(frames[1]) if len(frames) == 2 else 0)
+        try:
+            if len(frames) != 2:
+                raise MalformedMessage(problem=f"{len(frames) - 1} frames instead of one")
+            request: Request = decode(frames[1], Request, limit=MAX_REQUEST_BYTES)[1]
+            return asker, self._handle(asker, request)
+        except ProtocolMismatch as error:
+            return asker, Failed.of(ProtocolMismatch(client=error.server, server=error.client))
+        except EngramError as error:
+            log.info("refused a request: %s", error)
+            return asker, Failed.of(error)
+        except Exception as error:  # a bug of ours must cost one request, not the tables of the node
+            log.exception("a request failed")
+            return asker, Failed.of(InternalError(doing="answering a request", problem=repr(error)[:500]))
+
+    async def send(self, asker: Asker, reply: Reply) -> None:
+        try:
+            frame = encode(reply, asker.request_id)
+        except EngramError as error:
+            frame = encode(Failed.of(error), asker.request_id)
+        await self._socket.send_multipart([asker.route, frame])

@@ -1,0 +1,226 @@
+"""The descriptor socket: who connects is checked, tickets become descriptors, the connection is the lease.
+
+SOCK_SEQPACKET keeps message borders and descriptors together. asyncio's servers refuse it, so the sockets
+are watched with `add_reader`. Everything here is short and never blocks: a message that a peer does not
+take at once ends that peer, not the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from engram_client.errors import AccessDenied, EngramError, MalformedMessage, NotAllowedNow, TooManyClients
+from engram_client.protocol import (
+    MAX_FDS_PER_MESSAGE,
+    MAX_HANDOVER_BYTES,
+    Failed,
+    Granted,
+    Greeting,
+    HandoverReply,
+    Redeem,
+    decode,
+    encode,
+)
+from engram_server.config import ControlConfig
+from engram_server.leases import Lease, Leases, Peer
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+ACCEPT_PAUSE_S = 0.2
+"""How long to leave the listener alone when the process is out of descriptors."""
+_PEERCRED = struct.Struct("3i")
+
+
+class Handover:
+    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        control: ControlConfig,
+        epoch: str,
+        leases: Leases,
+        descriptor_of: Callable[[str], int],
+    ) -> None:
+        self._listener = listener
+        self._path = listener.getsockname()
+        self._uids = frozenset(control.uids)
+        self._gids = frozenset(control.gids)
+        self._epoch = epoch
+        self._leases = leases
+        self._descriptor_of = descriptor_of
+        self._connections: set[_Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def __repr__(self) -> str:
+        return f"<Handover {self._path}: {len(self._connections)} connections>"
+
+    def close(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+
+    def _accept(self) -> None:
+        try:
+            peer_socket, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise
+            # The listener stays readable, so the loop would spin: leave it alone for a moment.
+            log.warning("cannot accept a client: %s; raise the daemon's limit of open files", error.strerror)
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+            return
+        peer_socket.setblocking(False)
+        raw = peer_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        peer = Peer(*_PEERCRED.unpack(raw))
+        connection = _Connection(self, peer_socket, peer)
+        self._connections.add(connection)
+        try:
+            self._admit(peer)
+        except EngramError as error:
+            log.warning("refused a client: %s", error)
+            connection.send(Failed.of(error))
+            connection.close()
+            return
+        connection.greet(self._epoch)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _admit(self, peer: Peer) -> None:
+        if self._uids or self._gids:
+            allowed = peer.uid in self._uids or peer.gid in self._gids
+        else:
+            allowed = peer.uid == os.geteuid()
+        if not allowed:
+            raise AccessDenied(path=self._path, uid=peer.uid, problem="the daemon does not list it")
+        if len(self._connections) > MAX_CONNECTIONS:
+            raise TooManyClients(what="connections", limit=MAX_CONNECTIONS)
+
+    def redeem(self, ticket: bytes, peer: Peer) -> tuple[Lease, list[tuple[Granted, list[int]]]]:
+        """The lease of a ticket and the messages that carry its descriptors."""
+        lease = self._leases.redeem(ticket, peer)
+        names = lease.grant.segments
+        starts = range(0, max(len(names), 1), MAX_FDS_PER_MESSAGE)
+        messages = []
+        for start in starts:
+            part = names[start : start + MAX_FDS_PER_MESSAGE]
+            granted = Granted(segments=part, lease=lease.id, last=start == starts[-1])
+            messages.append((granted, [self._descriptor_of(name) for name in part]))
+        return lease, messages
+
+    def forget(self, connection: _Connection, lease: Lease | None) -> None:
+        self._connections.discard(connection)
+        if lease is not None:
+            self._leases.release(lease)
+            log.info(
+                "lease %d ended: %s rank %d of %d (pid %d)",
+                lease.id,
+                lease.grant.name,
+                lease.grant.rank,
+                lease.grant.world_size,
+                lease.peer.pid,
+            )
+
+
+class _Connection:
+    """One accepted peer: greeted, then perhaps a lease, then gone."""
+
+    def __init__(self, owner: Handover, peer_socket: socket.socket, peer: Peer) -> None:
+        self._owner = owner
+        self._socket = peer_socket
+        self._peer = peer
+        self._lease: Lease | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def __repr__(self) -> str:
+        return f"<_Connection of pid {self._peer.pid}, {self._lease or 'no lease'}>"
+
+    def greet(self, epoch: str) -> None:
+        if self.send(Greeting(epoch=epoch)):
+            self._loop.add_reader(self._socket.fileno(), self._read)
+
+    def _read(self) -> None:
+        try:
+            frame, ancillary, flags, _ = self._socket.recvmsg(
+                MAX_HANDOVER_BYTES, socket.CMSG_LEN(4 * 8), socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        _close_unasked(ancillary)
+        if not frame:
+            self.close()
+            return
+        try:
+            if flags & socket.MSG_TRUNC or ancillary:
+                raise MalformedMessage(problem="the message is too long, or came with descriptors")
+            request: Redeem = decode(frame, Redeem, limit=MAX_HANDOVER_BYTES)[1]
+            if self._lease is not None:
+                raise NotAllowedNow(request="redeem", state="leased to this connection")
+            self._grant(request.ticket)
+        except EngramError as error:
+            log.warning("pid %d on the descriptor socket: %s", self._peer.pid, error)
+            self.send(Failed.of(error))
+            self.close()
+
+    def _grant(self, ticket: bytes) -> None:
+        self._lease, messages = self._owner.redeem(ticket, self._peer)
+        for granted, descriptors in messages:
+            if not self.send(granted, descriptors):
+                return
+        grant = self._lease.grant
+        log.info(
+            "lease %d: %s rank %d of %d on %s (pid %d uid %d)",
+            self._lease.id,
+            grant.name,
+            grant.rank,
+            grant.world_size,
+            grant.device,
+            self._peer.pid,
+            self._peer.uid,
+        )
+
+    def send(self, message: HandoverReply, descriptors: list[int] | None = None) -> bool:
+        """Sends at once or closes; says whether the connection still stands."""
+        try:
+            frame = encode(message, limit=MAX_HANDOVER_BYTES)
+            if descriptors:
+                socket.send_fds(self._socket, [frame], descriptors, socket.MSG_NOSIGNAL)
+            else:
+                self._socket.send(frame, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            log.debug("pid %d does not take its message: %s", self._peer.pid, error)
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._owner.forget(self, self._lease)
+
+
+def _close_unasked(ancillary: list[tuple[int, int, bytes]]) -> None:
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            for (descriptor,) in struct.iter_unpack("i", data[: len(data) // 4 * 4]):
+                os.close(descriptor)
