@@ -12,8 +12,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from engram_client.errors import CudaCallFailed, Unsupported  # noqa: E402
-from engram_client.layout import RowFormat  # noqa: E402
+from engram_client.layout import RowFormat, Shard, TableGeometry  # noqa: E402
 from engram_client.lookup import driver  # noqa: E402
+from engram_client.lookup.cpu import SegmentRows  # noqa: E402
 from engram_client.lookup.kernels import Gather, Ids, Kernels, Out, Part, Source, exchanged  # noqa: E402
 from engram_client.lookup.shapes import DENSE_IDS, SORT_FROM_IDS, Memory  # noqa: E402
 
@@ -377,6 +378,33 @@ def test_rows_beyond_four_gib_are_found():
         ids = on_gpu(chosen[None].astype(dtype))
         gather(view(ids), [Out(out.data_ptr())], torch.cuda.current_stream().cuda_stream)
         assert np.array_equal(bits(out)[0], rows.expected(np.arange(len(chosen))))
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+@pytest.mark.parametrize("tokens", [7, SORTING_TOKENS])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_the_gpu_and_the_cpu_lookup_agree(row_format, tokens, hashed):
+    geometry = TableGeometry(layer_id=1, columns=tuple(range(101, 125)))
+    rows = Rows(geometry.rows)
+    shard = Shard(row_start=500, row_stop=2000, columns=None)
+    stored = rows.stored(row_format, shard.row_start, shard.row_stop)
+    ids = np.random.default_rng(12).integers(-1, len(rows) + 50, (tokens, 24))
+    if hashed:
+        mostly = np.random.default_rng(13).random(ids.shape) < 0.9
+        inside = np.array(geometry.column_starts[:-1]) + ids % np.array(geometry.columns)
+        ids = np.where(mostly, inside, ids)
+    expected, invalid = SegmentRows(stored, geometry, shard, row_format).lookup(torch.from_numpy(ids), hashed=hashed)
+    columns = list(geometry.column_starts) if hashed else None
+    parts = [(shard.row_start, shard.row_stop)]
+    table = Attached([rows], row_format, Memory.HOST, parts=parts, columns=columns)
+    assert np.array_equal(table.lookup(on_gpu(ids), workspace=True), bits(expected))
+    assert table.invalid[0, 0].item() == invalid.count
+
+
+def test_strides_beyond_four_gib_are_refused():
+    table = Attached([Rows(10)], RowFormat.PACKED)
+    with pytest.raises(Unsupported):
+        table.gather(Ids(0, 8, 2, 24, 2**32, 8), [Out(0)], torch.cuda.current_stream().cuda_stream)
 
 
 def test_a_failed_driver_call_is_named_and_leaves_the_process_working():
