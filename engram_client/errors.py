@@ -614,3 +614,36 @@ class CountsInvalid(UseError):
     template = "counts {found} do not fit: expected {expected}"
     found: str
     expected: str
+
+
+# CUDA
+
+
+class CudaError(EngramError):
+    """Base of what goes wrong between a rank and CUDA."""
+
+
+class CudaUnavailable(CudaError):
+    """CUDA is not there at all, or not a version that can be used."""
+
+    template = "CUDA cannot be used here: {problem}; {remedy}"
+    problem: str
+    remedy: str
+
+
+class CudaCallFailed(CudaError):
+    """A driver call failed; `name` is the driver's own name of the code."""
+
+    template = "{call} failed with {name} ({meaning}); {remedy}"
+    call: str
+    name: str
+    meaning: str
+    remedy: str
+
+
+class KernelCompileFailed(CudaError):
+    template = "NVRTC {nvrtc} cannot compile the lookup kernels for {arch}: {log}; {remedy}"
+    nvrtc: str
+    arch: str
+    log: str
+    remedy: str
