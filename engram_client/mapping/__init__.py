@@ -1,0 +1,1 @@
+"""How a rank maps what it was handed: one file a kind of memory."""

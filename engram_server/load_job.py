@@ -1,0 +1,123 @@
+"""What the daemon tells its loader child, and what it hears from it. No numpy, no sockets here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engram_client.layout import TableGeometry
+from engram_client.protocol import Failed, LoadProgress, LoadReport, SegmentInfo
+from engram_server.checkpoint import Extent, TableSource
+from engram_server.config import Config
+from engram_server.plan import HugePages, NumaPolicy, Plan
+
+MAX_THREADS = 16
+CHUNK_BYTES = 256 << 10
+"""Values read at a time. They are digested and packed while they are in the core's own cache."""
+DIRECT_CHUNK_BYTES = 4 << 20
+"""The same where reads go to the device: it wants few and large ones."""
+
+
+class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tables to load, from where, and how; which segments they go to is said beside it."""
+
+    source: str
+    """Where the rows come from, for the report."""
+    tables: tuple[TableGeometry, ...]
+    values: tuple[Extent, ...] = ()
+    """The bytes of each table's values in a file, and its scales; both empty: dummy tables."""
+    scales: tuple[Extent, ...] = ()
+    seed: int = 0
+    every_code: bool = False
+    threads: int = 1
+    direct_io: str = "auto"
+    verify: str = "sample"
+    huge_pages: HugePages = HugePages.THP
+    huge_pages_required: bool = False
+    numa: NumaPolicy = NumaPolicy("none")
+    digests: bool = True
+    """False only to measure what they cost: then there are no roots and nothing can be verified."""
+    drop_cache: bool = True
+    """False only to measure repeatedly out of the page cache."""
+    chunk_bytes: int = CHUNK_BYTES
+    direct_chunk_bytes: int = DIRECT_CHUNK_BYTES
+
+
+def make_job(plan: Plan, config: Config, sources: tuple[TableSource, ...] | None, cpus: int) -> LoadJob:
+    """The job of a plan. `sources`: the tables of the checkpoint, in the plan's order; None: dummy tables.
+    `cpus`: of the machine, for load.threads 0."""
+    return LoadJob(
+        source=config.model_path or "" if sources else f"dummy tables, seed {config.seed}",
+        tables=plan.tables,
+        values=tuple(source.values for source in sources or ()),
+        scales=tuple(source.scales for source in sources or ()),
+        seed=config.seed,
+        threads=config.load.threads or max(1, min(cpus, MAX_THREADS)),
+        direct_io=config.load.direct_io,
+        verify=config.load.verify,
+        huge_pages=plan.huge_pages,
+        huge_pages_required=plan.huge_pages_required,
+        numa=plan.numa,
+    )
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="order"):
+    """Parent to child: the job, the segments to fill, and their descriptors as the child inherits them."""
+
+    job: LoadJob
+    segments: tuple[SegmentInfo, ...]
+    fds: tuple[int, ...]
+
+
+class ProgressUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="progress_update"):
+    progress: LoadProgress
+
+
+class PieceDigest(msgspec.Struct, frozen=True):
+    """Digest of the rows `[row_start, row_stop)` of a table, as the checkpoint holds them (values, then
+    scales): what one segment has of one canonical block."""
+
+    row_start: int
+    row_stop: int
+    digest: bytes
+
+
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="load_result"):
+    report: LoadReport
+    roots: dict[int, str | None]
+    """Root of each layer's table; None where this node has not read every block."""
+    block_digests: dict[int, tuple[bytes, ...]]
+    """Digests of all canonical blocks of a layer; empty where its root is None."""
+    pieces: dict[str, tuple[PieceDigest, ...]]
+    """By segment id, what `verify` compares its memory with."""
+    huge_bytes: dict[str, int]
+    """By segment id, bytes in pages of 2 MiB or more."""
+    remarks: tuple[str, ...]
+
+
+ChildMessage = ProgressUpdate | LoadResult | Failed
+
+_LENGTH_BYTES = 4
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Order | ChildMessage) -> bytes:
+    """A message as it goes over the stream between parent and child: its length, then its msgpack bytes."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+async def read_message(reader: Any, kind: Any) -> Any:
+    """The next message of an asyncio stream as `kind`. Raises IncompleteReadError at its end."""
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+
+
+def receive_message(stream: Any, kind: Any) -> Any:
+    """The next message of a blocking file object as `kind`. Raises EOFError at its end."""
+    head = stream.read(_LENGTH_BYTES)
+    body = stream.read(int.from_bytes(head, "big")) if len(head) == _LENGTH_BYTES else b""
+    if not body:
+        raise EOFError("the parent closed the connection")
+    return msgspec.msgpack.decode(body, type=kind)

@@ -1,0 +1,340 @@
+"""What will be allocated where, or why not: pure decisions over a configuration and a machine.
+
+Refusals come here, in milliseconds, before a byte of the checkpoint is read or a page is taken.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import re
+
+import msgspec
+
+from engram_client.errors import (
+    BackingUnavailable,
+    EngramError,
+    NoGpu,
+    NotEnoughHugePages,
+    NotEnoughMemory,
+    NotEnoughSpace,
+    Unsupported,
+)
+from engram_client.layout import ROW_BYTES, ModelGeometry, RowFormat, Shard, TableGeometry, shard, whole
+from engram_client.protocol import Backing, Lookup, Placement, Replication, ResolvedOptions, SegmentInfo
+from engram_server.config import Config
+from engram_server.machine import FileSystem, Machine, available_host_bytes
+
+THP_BYTES = 2 << 20
+LOADER_BYTES = 256 << 20
+"""What the loader needs beside the tables: its interpreter, and a few MiB of buffers for each thread."""
+COLLAPSE_KERNEL = (6, 1)
+"""The first Linux with MADV_COLLAPSE, which makes huge pages whatever shmem_enabled says."""
+SHMEM_KNOB = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+class HugePages(enum.StrEnum):
+    """Which pages the segments get."""
+
+    HUGETLB = "hugetlb"
+    THP = "thp"
+    BASE = "base"
+
+
+class NumaPolicy(msgspec.Struct, frozen=True):
+    """Where pages go: wherever they are first touched (none), or to `nodes`, spread or bound."""
+
+    mode: str
+    """none, interleave or bind"""
+    nodes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.mode if self.mode == "none" else f"{self.mode}:{','.join(map(str, self.nodes))}"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    options: ResolvedOptions
+    backing: Backing
+    backing_reason: str
+    huge_pages: HugePages
+    huge_pages_required: bool
+    """Whether the user insisted: then fewer is an error, not a remark."""
+    numa: NumaPolicy
+    folder: str | None
+    """Folder of backing file."""
+    tables: tuple[TableGeometry, ...]
+    segments: tuple[SegmentInfo, ...]
+    """This node's, by table and then by rank."""
+    needed_bytes: int
+    log_line: str
+    remarks: tuple[str, ...]
+
+
+def make_plan(
+    config: Config, model: ModelGeometry, machine: Machine, gpu_count: int, *, check_resources: bool = True
+) -> Plan:
+    """What this node will hold. `gpu_count`: the GPUs that the daemon uses, after `devices`.
+
+    check_resources=False leaves out memory and space: for tables that are in memory already.
+
+    Raises NoGpu, Unsupported, BackingUnavailable, NotEnoughMemory, NotEnoughSpace, NotEnoughHugePages or
+    RowCountMismatch.
+    """
+    options = _options(config, gpu_count)
+    _refuse_unsupported(config, options, gpu_count)
+    backing, reason = _backing(config)
+    file_system = _file_system(config, backing, machine)
+    tables = model.tables()
+    wanted = _segment_bytes(tables, options, THP_BYTES)
+    huge_pages, remarks = _huge_pages(config, backing, file_system, machine, wanted, check_resources)
+    page_bytes = _page_bytes(huge_pages, file_system)
+    segments = _segments(tables, options, backing, page_bytes)
+    needed = sum(segment.nbytes for segment in segments)
+    numa, numa_remarks = _numa(config, machine)
+    remarks += numa_remarks
+    if check_resources:
+        if file_system is not None and file_system.available < needed:
+            raise NotEnoughSpace(path=file_system.path, needed=needed, available=file_system.available)
+        if huge_pages is not HugePages.HUGETLB:  # the pool's pages are taken out of MemAvailable already
+            remarks += _check_memory(config, machine, needed + LOADER_BYTES, numa)
+    return Plan(
+        options=options,
+        backing=backing,
+        backing_reason=reason,
+        huge_pages=huge_pages,
+        huge_pages_required=config.host.huge_pages in ("hugetlb", "thp"),
+        numa=numa,
+        folder=config.host.path,
+        tables=tables,
+        segments=segments,
+        needed_bytes=needed,
+        log_line=_log_line(options, backing, reason, huge_pages, numa, tables, segments),
+        remarks=tuple(remarks),
+    )
+
+
+def node_ranks(options: ResolvedOptions) -> range:
+    """The ranks that live on this node."""
+    per_node = options.tp_size // options.nnodes
+    return range(options.node_rank * per_node, (options.node_rank + 1) * per_node)
+
+
+def _options(config: Config, gpu_count: int) -> ResolvedOptions:
+    engram = config.engram
+    return ResolvedOptions(
+        placement=engram.placement,
+        replication=engram.replication,
+        lookup=engram.lookup or Lookup.COLLECTIVE,
+        tp_size=config.tp_size or max(gpu_count, 1) * config.nnodes,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+    )
+
+
+def _refuse_unsupported(config: Config, options: ResolvedOptions, gpu_count: int) -> None:
+    if options.placement is Placement.GPU:
+        if gpu_count == 0:
+            raise NoGpu(problem="no CUDA device was found")
+        raise Unsupported(
+            feature='engram_config.placement "gpu"',
+            reason="it serves tables from host memory only",
+            remedy='set "engram_config": {"placement": "cpu"}',
+        )
+    if config.host.backing == "cuda_host":
+        raise Unsupported(
+            feature='host.backing "cuda_host"',
+            reason="it does not allocate through the CUDA driver",
+            remedy='set host.backing to "auto" or "memfd"',
+        )
+
+
+def _backing(config: Config) -> tuple[Backing, str]:
+    if config.host.backing == "auto":
+        return Backing.MEMFD, "auto: sealed against every writer, needs no /dev/shm, takes hugetlb pages or THP"
+    return Backing(config.host.backing), "as configured"
+
+
+def _file_system(config: Config, backing: Backing, machine: Machine) -> FileSystem | None:
+    """The memory file system behind a named backing, None for memfd."""
+    if backing is Backing.POSIX_SHM:
+        return check_memory_file_system(machine.shm, backing, "/dev/shm")
+    if backing is Backing.FILE:
+        return check_memory_file_system(machine.folder, backing, config.host.path or "")
+    return None
+
+
+def check_memory_file_system(found: FileSystem | None, backing: Backing, path: str) -> FileSystem:
+    """`found`, if tables can be in it. Raises BackingUnavailable."""
+    allowed = ("tmpfs", "hugetlbfs") if backing is Backing.FILE else ("tmpfs",)
+    if found is not None and found.kind in allowed:
+        return found
+    problem = f"{path} is on file system type {found.kind}, not in memory" if found else f"there is no folder {path}"
+    remedy = f"mount a {' or '.join(allowed)} there, or set host.backing to \"memfd\""
+    raise BackingUnavailable(backing=backing, problem=problem, remedy=remedy)
+
+
+def _huge_pages(
+    config: Config,
+    backing: Backing,
+    file_system: FileSystem | None,
+    machine: Machine,
+    needed: int,
+    check_resources: bool,
+) -> tuple[HugePages, list[str]]:
+    asked = config.host.huge_pages
+    if file_system is not None and file_system.kind == "hugetlbfs":
+        if asked in ("thp", "off"):
+            raise BackingUnavailable(
+                backing=backing,
+                problem=f'{file_system.path} is a hugetlbfs, and host.huge_pages is "{asked}"',
+                remedy='set host.huge_pages to "auto", or host.path to a tmpfs',
+            )
+        return HugePages.HUGETLB, []
+    if asked == "off":
+        return HugePages.BASE, []
+    pool = machine.huge_pool.available if machine.huge_pool else 0
+    if asked == "hugetlb":
+        if backing is not Backing.MEMFD:
+            raise BackingUnavailable(
+                backing=backing,
+                problem="a tmpfs has no hugetlb pages",
+                remedy='set host.backing to "memfd", or to "file" with a hugetlbfs in host.path',
+            )
+        if check_resources and pool < needed:
+            raise NotEnoughHugePages(needed=needed, available=pool)
+        return HugePages.HUGETLB, []
+    if asked == "auto" and backing is Backing.MEMFD and pool >= needed:
+        return HugePages.HUGETLB, []
+    return _thp(asked == "thp", backing, machine)
+
+
+def _thp(insist: bool, backing: Backing, machine: Machine) -> tuple[HugePages, list[str]]:
+    problem = None
+    if machine.thp_enabled is None:
+        problem = "this kernel has no transparent huge pages"
+    elif machine.thp_shmem in ("never", "deny", None) and machine.kernel < COLLAPSE_KERNEL:
+        problem = f"{SHMEM_KNOB} is {machine.thp_shmem} and this kernel cannot collapse pages afterwards"
+    if problem is None:
+        return HugePages.THP, []
+    remedy = f'write "advise" to {SHMEM_KNOB}, or reserve pages with vm.nr_hugepages'
+    if insist:
+        raise BackingUnavailable(backing=backing, problem=problem, remedy=remedy)
+    return HugePages.BASE, [f"no huge pages: {problem}; {remedy}"]
+
+
+def _page_bytes(huge_pages: HugePages, file_system: FileSystem | None) -> int:
+    if huge_pages is HugePages.HUGETLB and file_system is not None:
+        return file_system.page_bytes
+    return mmap.PAGESIZE if huge_pages is HugePages.BASE else THP_BYTES
+
+
+# Segments
+
+
+def _shards(table: TableGeometry, options: ResolvedOptions) -> list[tuple[str, int | None, Shard]]:
+    """The shards of a table on this node: (segment id, rank, rows)."""
+    if options.replication is Replication.PER_NODE:
+        return [(f"L{table.layer_id}", None, whole(table))]
+    size = options.tp_size
+    return [
+        (f"L{table.layer_id}.r{rank}of{size}", rank, shard(table, rank, size)) for rank in node_ranks(options)
+    ]
+
+
+def _round_up(rows: Shard, page_bytes: int) -> int:
+    """Bytes of a segment. An empty shard gets a page too: it is mapped and handed out like any other."""
+    return max(1, -(-rows.rows * ROW_BYTES // page_bytes)) * page_bytes
+
+
+def _segment_bytes(tables: tuple[TableGeometry, ...], options: ResolvedOptions, page_bytes: int) -> int:
+    return sum(_round_up(rows, page_bytes) for table in tables for _, _, rows in _shards(table, options))
+
+
+def _segments(
+    tables: tuple[TableGeometry, ...], options: ResolvedOptions, backing: Backing, page_bytes: int
+) -> tuple[SegmentInfo, ...]:
+    return tuple(
+        SegmentInfo(
+            id=name,
+            layer_id=table.layer_id,
+            shard=rows,
+            rank=rank,
+            nbytes=_round_up(rows, page_bytes),
+            backing=backing,
+            row_format=RowFormat.PACKED,
+            page_bytes=page_bytes,
+        )
+        for table in tables
+        for name, rank, rows in _shards(table, options)
+    )
+
+
+# Checks
+
+
+def _numa(config: Config, machine: Machine) -> tuple[NumaPolicy, list[str]]:
+    present = tuple(node.id for node in machine.nodes)
+    if config.host.numa == "none":
+        if len(present) < 2:
+            return NumaPolicy("none"), []
+        return NumaPolicy("none"), [
+            f"host.numa is none on {len(present)} NUMA nodes: pages go to the nodes of the loader's threads, unevenly; "
+            'set host.numa to "interleave" or to the GPUs\' nodes'
+        ]
+    if not present:
+        raise BackingUnavailable(
+            backing="NUMA policy",
+            problem="this machine does not tell its NUMA nodes",
+            remedy='set host.numa to "none"',
+        )
+    if config.host.numa == "interleave":
+        return NumaPolicy("interleave", present), []
+    nodes: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", config.host.numa):
+        nodes.update(range(int(first), int(last or first) + 1))
+    unknown = sorted(nodes.difference(present))
+    if unknown or not nodes:
+        raise BackingUnavailable(
+            backing="NUMA policy",
+            problem=f'host.numa "{config.host.numa}" names nodes {unknown[:8]} that have no memory',
+            remedy=f"use nodes of {list(present)}",
+        )
+    return NumaPolicy("bind", tuple(sorted(nodes))), []
+
+
+def _check_memory(config: Config, machine: Machine, needed: int, numa: NumaPolicy) -> list[str]:
+    if config.host.memory_check == "off":
+        return []
+    available, source = available_host_bytes(machine)
+    if numa.mode == "bind":
+        bound = sum(node.available for node in machine.nodes if node.id in numa.nodes)
+        available, source = min((available, source), (bound, f"NUMA nodes {','.join(map(str, numa.nodes))}"))
+    if needed <= available:
+        return []
+    refusal: EngramError = NotEnoughMemory(needed=needed, available=available, source=source)
+    if config.host.memory_check == "strict":
+        raise refusal
+    return [f"going on, since host.memory_check is warn: {refusal}"]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def _log_line(
+    options: ResolvedOptions,
+    backing: Backing,
+    reason: str,
+    huge_pages: HugePages,
+    numa: NumaPolicy,
+    tables: tuple[TableGeometry, ...],
+    segments: tuple[SegmentInfo, ...],
+) -> str:
+    layers = ", ".join(f"layer {table.layer_id}: {table.rows} rows {_gib(table.nbytes)}" for table in tables)
+    total = _gib(sum(segment.nbytes for segment in segments))
+    return (
+        f"DeepSeek-V4.1 Engram tables: placement={options.placement} replication={options.replication} "
+        f"lookup={options.lookup} tp_size={options.tp_size} nnodes={options.nnodes} node_rank={options.node_rank} "
+        f"backing={backing} ({reason}) row_format={RowFormat.PACKED} huge_pages={huge_pages} numa={numa}; {layers}; "
+        f"this node holds {len(segments)} segments, {total}"
+    )

@@ -1,0 +1,70 @@
+"""The memory of the tables, one file a backing.
+
+    memfd.py       no name, sealed by the kernel; hugetlb, transparent huge or base pages
+    posix_shm.py   a name in /dev/shm
+    file.py        a file in a folder of a tmpfs or hugetlbfs
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engram_client.protocol import Backing, SegmentInfo
+from engram_server.plan import Plan
+from engram_server.segments.base import Segment
+from engram_server.segments.file import FileSegment
+from engram_server.segments.memfd import MemfdSegment
+from engram_server.segments.posix_shm import SHM_FOLDER, PosixShmSegment
+
+__all__ = ["Segment", "adopt_segment", "create_segments", "remove_stale"]
+
+
+def create_segments(plan: Plan, tag: str) -> list[Segment]:
+    """The plan's segments, empty, in its order: all of them or none. `tag` marks the names of one daemon.
+
+    Raises BackingUnavailable, NotEnoughHugePages or AllocationFailed.
+    """
+    segments: list[Segment] = []
+    try:
+        for info in plan.segments:
+            segments.append(_create(plan, info, tag))
+    except BaseException:
+        for segment in segments:
+            segment.discard()
+        raise
+    return segments
+
+
+def _create(plan: Plan, info: SegmentInfo, tag: str) -> Segment:
+    if info.backing is Backing.MEMFD:
+        return MemfdSegment.create(info, tag, plan.huge_pages, plan.huge_pages_required)
+    if info.backing is Backing.POSIX_SHM:
+        return PosixShmSegment.create(info, tag)
+    if info.backing is Backing.FILE and plan.folder is not None:
+        return FileSegment.create(info, tag, plan.folder)
+    raise ValueError(f"no host memory is made for backing {info.backing}")
+
+
+def adopt_segment(info: SegmentInfo, tag: str, folder: str | None = None, fd: int | None = None) -> Segment:
+    """A segment that an earlier daemon sealed: a named one by its name, a memfd by a descriptor kept for it.
+
+    Raises BackingUnavailable when it is not there, or not whole; whether its rows are right is for `verify`.
+    """
+    if info.backing is Backing.MEMFD and fd is not None:
+        return MemfdSegment.adopt(info, fd)
+    if info.backing is Backing.POSIX_SHM:
+        return PosixShmSegment.adopt(info, tag)
+    if info.backing is Backing.FILE and folder is not None:
+        return FileSegment.adopt(info, tag, folder)
+    raise ValueError(f"nothing leads to a {info.backing} segment here")
+
+
+def remove_stale(tag: str, folder: str | None = None) -> list[str]:
+    """Removes what a dead daemon of this tag left in /dev/shm and in `folder`; returns the paths removed.
+    Readers that still map it keep it."""
+    removed = []
+    for parent in {SHM_FOLDER, folder} - {None}:
+        for path in sorted(Path(str(parent)).glob(f"engram-{tag}-L*")):
+            path.unlink(missing_ok=True)
+            removed.append(str(path))
+    return removed
