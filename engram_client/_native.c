@@ -37,7 +37,7 @@ enum { VALUES = 256, SCALES = 8, GROUP = 32, ROW = VALUES + SCALES, LINE = 64 };
 #define PREFETCH_ROWS 8
 #endif
 #ifndef STREAM_FROM
-#define STREAM_FROM ((Py_ssize_t)4 << 20)
+#define STREAM_FROM ((Py_ssize_t)512 << 10)
 #endif
 
 #define BF16_NAN 0x7FC0

@@ -208,9 +208,7 @@ def _limits_v1(base: Path, groups: dict[str, str]) -> list[MemoryLimit]:
     return limits
 
 
-def _limit(
-    base: Path, file: Path, limit: int, used: int, stat: dict[str, int], cache: tuple[str, str]
-) -> MemoryLimit:
+def _limit(base: Path, file: Path, limit: int, used: int, stat: dict[str, int], cache: tuple[str, str]) -> MemoryLimit:
     reclaimable = sum(stat.get(name, 0) for name in cache)
     path = "/" + str(file.relative_to(base))
     return MemoryLimit(path=path, limit=limit, used=used, reclaimable=reclaimable)
@@ -231,9 +229,7 @@ def _cpus(base: Path, groups: dict[str, str]) -> int:
 
 def _huge_pool(base: Path) -> HugePool | None:
     folder = base / "sys/kernel/mm/hugepages/hugepages-2048kB"
-    total, free, reserved = (
-        _number(folder / name) for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
-    )
+    total, free, reserved = (_number(folder / name) for name in ("nr_hugepages", "free_hugepages", "resv_hugepages"))
     if total is None or free is None or reserved is None:
         return None
     return HugePool(total=total, free=free, reserved=reserved)

@@ -169,7 +169,7 @@ def check_memory_file_system(found: FileSystem | None, backing: Backing, path: s
     if found is not None and found.kind in allowed:
         return found
     problem = f"{path} is on file system type {found.kind}, not in memory" if found else f"there is no folder {path}"
-    remedy = f"mount a {' or '.join(allowed)} there, or set host.backing to \"memfd\""
+    remedy = f'mount a {" or ".join(allowed)} there, or set host.backing to "memfd"'
     raise BackingUnavailable(backing=backing, problem=problem, remedy=remedy)
 
 
@@ -236,9 +236,7 @@ def _shards(table: TableGeometry, options: ResolvedOptions) -> list[tuple[str, i
     if options.replication is Replication.PER_NODE:
         return [(f"L{table.layer_id}", None, whole(table))]
     size = options.tp_size
-    return [
-        (f"L{table.layer_id}.r{rank}of{size}", rank, shard(table, rank, size)) for rank in node_ranks(options)
-    ]
+    return [(f"L{table.layer_id}.r{rank}of{size}", rank, shard(table, rank, size)) for rank in node_ranks(options)]
 
 
 def _round_up(rows: Shard, page_bytes: int) -> int:
@@ -291,14 +289,15 @@ def _numa(config: Config, machine: Machine) -> tuple[NumaPolicy, list[str]]:
         return NumaPolicy("interleave", present), []
     nodes: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", config.host.numa):
-        nodes.update(range(int(first), int(last or first) + 1))
-    unknown = sorted(nodes.difference(present))
-    if unknown or not nodes:
-        raise BackingUnavailable(
-            backing="NUMA policy",
-            problem=f'host.numa "{config.host.numa}" names nodes {unknown[:8]} that have no memory',
-            remedy=f"use nodes of {list(present)}",
-        )
+        span = range(int(first), int(last or first) + 1)
+        # The ends first: the list between may be of any length.
+        if not span or not {span[0], span[-1]} <= set(present) or not set(present) >= set(span):
+            raise BackingUnavailable(
+                backing="NUMA policy",
+                problem=f'host.numa "{config.host.numa}" names nodes that have no memory',
+                remedy=f"use nodes of {list(present)}",
+            )
+        nodes.update(span)
     return NumaPolicy("bind", tuple(sorted(nodes))), []
 
 

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -99,8 +100,8 @@ class HostMapping:
             self.address = _map_aligned(fd, nbytes, writable, max(page_bytes, mmap.PAGESIZE))
         except OSError as error:
             raise MapFailed(segment=name, nbytes=nbytes, problem=error.strerror or str(error)) from error
-        whole = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")
-        self._view: memoryview | None = whole if writable else whole.toreadonly()
+        self._memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        self._view: memoryview | None = self._new_view()
 
     @property
     def view(self) -> memoryview:
@@ -116,12 +117,20 @@ class HostMapping:
 
     def close(self) -> None:
         """Unmaps. Closing twice is harmless. Raises BufferError, and keeps the mapping, while an object
-        made from `view` (an array, a tensor) is alive: unmapping under it would be SIGSEGV."""
+        made from `view` (a slice, an array, a tensor) is alive: unmapping under it would be SIGSEGV."""
         if self._view is None:
             return
-        self._view.release()
+        self._view.release()  # BufferError where an array is made from the view itself
+        # Slices of the view do not hold it, they hold the memory object: here and getrefcount's argument.
+        if sys.getrefcount(self._memory) > 2:
+            self._view = self._new_view()
+            raise BufferError(f"{self!r} is still in use")
         self._view = None
-        _munmap(self.address, _round_up(self.nbytes, self.page_bytes))
+        _munmap(self.address, _round_up(self.nbytes, max(self.page_bytes, mmap.PAGESIZE)))
+
+    def _new_view(self) -> memoryview:
+        view = memoryview(self._memory).cast("B")
+        return view if self.writable else view.toreadonly()
 
     def __enter__(self) -> Self:
         return self

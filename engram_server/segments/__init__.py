@@ -1,8 +1,8 @@
 """The memory of the tables, one file a backing.
 
-    memfd.py       no name, sealed by the kernel; hugetlb, transparent huge or base pages
-    posix_shm.py   a name in /dev/shm
-    file.py        a file in a folder of a tmpfs or hugetlbfs
+memfd.py       no name, sealed by the kernel; hugetlb, transparent huge or base pages
+posix_shm.py   a name in /dev/shm
+file.py        a file in a folder of a tmpfs or hugetlbfs
 """
 
 from __future__ import annotations

@@ -70,9 +70,7 @@ def populate(
             raise
 
 
-def _populate_piece(
-    address: int, nbytes: int, fd: int, offset: int, huge_pages: HugePages, advise: Advise
-) -> None:
+def _populate_piece(address: int, nbytes: int, fd: int, offset: int, huge_pages: HugePages, advise: Advise) -> None:
     try:
         if huge_pages is HugePages.THP:
             # The first page of each huge page, then collapse: the kernel makes the huge page out of one small

@@ -1,0 +1,267 @@
+"""The loader child: maps the segments, gives them their pages, fills and verifies them, reports, and exits.
+
+Started by exec as `python -m engram_server.load_child FD`; FD is its end of a socket pair. It alone ever maps
+a segment for writing. It ends itself when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from engram_client.errors import (
+    AllocationFailed,
+    BackingUnavailable,
+    EngramError,
+    InternalError,
+    NotEnoughHugePages,
+    NotEnoughSpace,
+)
+from engram_client.layout import ROW_BYTES
+from engram_client.mapping.hostmem import HostMapping
+from engram_client.protocol import Backing, Failed, LoadProgress, LoadReport
+from engram_server.fill import Digests, DummySource, FileSource, Source, Target, fill
+from engram_server.load_job import LoadJob, LoadResult, Order, ProgressUpdate, frame, receive_message
+from engram_server.machine import is_hugetlb
+from engram_server.plan import HugePages
+from engram_server.reader import is_cached
+from engram_server.segments.pages import bind, coverage_remark, huge_bytes, populate
+from engram_server.verify import sample, verify
+
+_PR_SET_PDEATHSIG = 1
+_PROGRESS_EVERY_S = 0.2
+_ORPHANED = 3
+
+
+class Reporter:
+    """Tells the parent how far the load is, five times a second, and keeps the peak of resident memory."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._started = time.monotonic()
+        self._phase, self._done, self._total = "starting", 0, 0
+        self.peak_rss = 0
+        self.seconds: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._tick, daemon=True, name="progress")
+
+    @contextmanager
+    def phase(self, name: str, total: int) -> Iterator[None]:
+        with self._lock:
+            self._phase, self._done, self._total = name, 0, total
+        self._report()
+        started = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - started
+
+    def add(self, nbytes: int) -> None:
+        """Bytes done in this phase; from any thread."""
+        with self._lock:
+            self._done += nbytes
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def __enter__(self) -> Reporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _tick(self) -> None:
+        while not self._stop.wait(_PROGRESS_EVERY_S):
+            self._report()
+
+    def _report(self) -> None:
+        self.peak_rss = max(self.peak_rss, _resident_bytes())
+        with self._lock:
+            progress = LoadProgress(
+                phase=self._phase, done_bytes=self._done, total_bytes=self._total, elapsed_s=self.elapsed_s
+            )
+        self.send(ProgressUpdate(progress=progress))
+
+    def send(self, message: Any) -> None:
+        data = frame(message)
+        with self._lock:
+            self._connection.sendall(data)
+
+
+def _resident_bytes() -> int:
+    """Resident memory without shared memory, which is the segments'."""
+    with open("/proc/self/status") as file:
+        return sum(int(kib) * 1024 for kib in re.findall(r"Rss(?:Anon|File):\s+(\d+) kB", file.read()))
+
+
+def load(order: Order, reporter: Reporter) -> LoadResult:
+    """The whole load. Raises one of the project's errors."""
+    job = order.job
+    # Never unmapped: the mappings end with this process, and it ends with the load.
+    targets = [
+        Target(info, HostMapping(fd, info.nbytes, True, info.page_bytes, info.id), fd)
+        for info, fd in zip(order.segments, order.fds, strict=True)
+    ]
+    with reporter.phase("allocating", sum(info.nbytes for info in order.segments)):
+        remarks = _allocate(job, targets, reporter)
+        coverage = {target.info.id: huge_bytes(target.mapping) for target in targets}
+        remarks += _judge_coverage(job, targets, coverage)
+    stored = sum(info.shard.rows * ROW_BYTES for info in order.segments)
+    direct = bool(job.values) and _read_direct(job)
+    sources: list[Source] = []
+
+    def make_source() -> Source:
+        source = FileSource(job, direct) if job.values else DummySource(job)
+        sources.append(source)
+        return source
+
+    with reporter.phase("loading", stored):
+        digests = fill(job, targets, make_source, reporter.add)
+        _check_sizes(targets)
+    work = [(target, piece) for target in targets for piece in sample(digests.pieces_of(target.info.id), job.verify)]
+    with reporter.phase("verifying", sum((p.row_stop - p.row_start) * ROW_BYTES for _, p in work)):
+        verify(work, job.threads, reporter.add)
+    used_direct = direct and all(source.direct for source in sources)
+    return _result(job, targets, digests, coverage, remarks, reporter, stored, used_direct)
+
+
+def _result(
+    job: LoadJob,
+    targets: list[Target],
+    digests: Digests,
+    coverage: dict[str, int],
+    remarks: list[str],
+    reporter: Reporter,
+    stored: int,
+    direct: bool,
+) -> LoadResult:
+    report = LoadReport(
+        source=job.source,
+        bytes_read=stored,
+        seconds=reporter.elapsed_s,
+        allocate_seconds=reporter.seconds["allocating"],
+        fill_seconds=reporter.seconds["loading"],
+        verify_seconds=reporter.seconds["verifying"],
+        direct_io=direct,
+        threads=job.threads,
+        peak_rss_bytes=max(reporter.peak_rss, _resident_bytes()),
+    )
+    return LoadResult(
+        report=report,
+        roots=digests.roots(job.tables),
+        block_digests={table.layer_id: digests.blocks_of(index, table) for index, table in enumerate(job.tables)},
+        pieces={target.info.id: digests.pieces_of(target.info.id) for target in targets},
+        huge_bytes=coverage,
+        remarks=tuple(remarks),
+    )
+
+
+def _read_direct(job: LoadJob) -> bool:
+    return job.direct_io == "on" or (job.direct_io == "auto" and not is_cached(job.values))
+
+
+def _allocate(job: LoadJob, targets: list[Target], reporter: Reporter) -> list[str]:
+    remarks = []
+    for target in targets:
+        info = target.info
+        pages = job.huge_pages
+        if pages is HugePages.HUGETLB and not is_hugetlb(target.fd):
+            pages = HugePages.THP
+            remarks.append(f"segment {info.id}: the huge page pool shrank meanwhile, transparent huge pages are used")
+        try:
+            bind(target.mapping, job.numa)
+        except OSError as error:
+            raise BackingUnavailable(
+                backing=f"NUMA policy {job.numa}",
+                problem=error.strerror or str(error),
+                remedy='set host.numa to "none"',
+            ) from error
+        try:
+            populate(target.mapping, target.fd, pages, job.threads, reporter.add)
+        except OSError as error:
+            raise _allocation_error(target, error) from error
+    return remarks
+
+
+def _allocation_error(target: Target, error: OSError) -> EngramError:
+    info = target.info
+    if info.backing in (Backing.POSIX_SHM, Backing.FILE) and error.errno in (errno.EFAULT, errno.ENOSPC):
+        stat = os.fstatvfs(target.fd)
+        missing = info.nbytes - os.fstat(target.fd).st_blocks * 512
+        path = os.path.dirname(os.readlink(f"/proc/self/fd/{target.fd}"))
+        return NotEnoughSpace(path=path, needed=missing, available=stat.f_bavail * stat.f_frsize)
+    return AllocationFailed(backing=info.backing, needed=info.nbytes, problem=error.strerror or str(error))
+
+
+def _judge_coverage(job: LoadJob, targets: list[Target], coverage: dict[str, int]) -> list[str]:
+    needed, huge = sum(target.info.nbytes for target in targets), sum(coverage.values())
+    if job.huge_pages_required and huge == 0:
+        raise NotEnoughHugePages(needed=needed, available=huge)
+    found = (
+        coverage_remark(target.info.id, coverage[target.info.id], target.info.nbytes, job.huge_pages)
+        for target in targets
+    )
+    return [remark for remark in found if remark]
+
+
+def _check_sizes(targets: list[Target]) -> None:
+    for target in targets:
+        target.check_size()
+
+
+def _die_with_parent(connection: socket.socket) -> None:
+    """SIGKILL when the parent's thread ends; and, should that have been before this call, an end at EOF."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        with suppress(OSError):
+            connection.recv(1)  # the parent says nothing after its order
+        os._exit(_ORPHANED)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
+
+
+def _be_killed_first() -> None:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def main() -> int:
+    """Exit status 0 when the parent has been told the outcome, good or bad."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.setblocking(True)
+    _be_killed_first()
+    with connection.makefile("rb") as stream:
+        order: Order = receive_message(stream, Order)
+    _die_with_parent(connection)
+    reporter = Reporter(connection)
+    outcome: LoadResult | Failed
+    try:
+        with reporter:
+            outcome = load(order, reporter)
+    except EngramError as error:
+        outcome = Failed.of(error)
+    except MemoryError:
+        outcome = Failed.of(AllocationFailed(backing="buffer", needed=0, problem="out of memory"))
+    except Exception as error:
+        traceback.print_exc()  # the daemon's log is this process's stderr
+        outcome = Failed.of(InternalError(doing="loading", problem=f"{type(error).__name__}: {error}"))
+    reporter.send(outcome)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
