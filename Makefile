@@ -32,7 +32,7 @@ format: .venv/installed
 
 # Ratios against named baselines in the same run; not part of the tests.
 bench: .venv/installed
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m tests.bench
 
 clean:
 	rm -rf .venv build *.egg-info engram_client/_native*.so

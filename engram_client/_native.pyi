@@ -2,22 +2,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
-def pack(values: Buffer, scales: Buffer, packed: Buffer) -> None: ...
-def unpack(packed: Buffer, values: Buffer, scales: Buffer) -> None: ...
-def dequantise(packed_rows: Buffer, out: Buffer) -> None: ...
+from engram_client._pure import AnyBuffer
+
+def pack(values: AnyBuffer, scales: AnyBuffer, packed: AnyBuffer) -> None: ...
+def unpack(packed: AnyBuffer, values: AnyBuffer, scales: AnyBuffer) -> None: ...
+def dequantise(packed_rows: AnyBuffer, out: AnyBuffer) -> None: ...
 def count_invalid(
-    ids: npt.NDArray[np.signedinteger[Any]], table_rows: int, column_starts: Buffer | None
+    ids: npt.NDArray[np.signedinteger[Any]], table_rows: int, column_starts: AnyBuffer | None
 ) -> tuple[int, int, int]: ...
 def gather(
-    segment: Buffer,
+    segment: AnyBuffer,
     packed: bool,
     row_start: int,
     row_stop: int,
     table_rows: int,
-    column_starts: Buffer | None,
+    column_starts: AnyBuffer | None,
     ids: npt.NDArray[np.signedinteger[Any]],
-    out: Buffer,
+    out: AnyBuffer,
     raw: bool,
 ) -> tuple[int, int, int]: ...

@@ -4,7 +4,7 @@ statement of what engram_client/_native.c does faster. Signatures and results ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, VALUES_PER_S
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    # numpy's stubs call arrays buffers from Python 3.12 on only.
+    AnyBuffer = Buffer | npt.NDArray[Any]
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.signedinteger[Any]]
@@ -50,15 +53,15 @@ def _table() -> npt.NDArray[np.uint16]:
 _TABLE = _table()
 
 
-def _read(buffer: Buffer) -> Bytes:
-    view = memoryview(buffer)
+def _read(buffer: AnyBuffer) -> Bytes:
+    view = memoryview(cast("Buffer", buffer))
     if not view.c_contiguous:
         raise BufferError("a contiguous buffer is needed")
     return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
-def _write(buffer: Buffer) -> Bytes:
-    if memoryview(buffer).readonly:
+def _write(buffer: AnyBuffer) -> Bytes:
+    if memoryview(cast("Buffer", buffer)).readonly:
         raise BufferError("a writable buffer is needed")
     return _read(buffer)
 
@@ -74,7 +77,7 @@ def _demand(size: int, expected: int, what: str) -> None:
         raise ValueError(f"{what} has {size} bytes, expected {expected}")
 
 
-def pack(values: Buffer, scales: Buffer, packed: Buffer) -> None:
+def pack(values: AnyBuffer, scales: AnyBuffer, packed: AnyBuffer) -> None:
     source, source_scales, target = _read(values), _read(scales), _write(packed)
     rows = _rows_in(source.size, ROW_VALUES, "values")
     _demand(source_scales.size, rows * ROW_SCALES, "scales")
@@ -84,7 +87,7 @@ def pack(values: Buffer, scales: Buffer, packed: Buffer) -> None:
     joined[:, ROW_VALUES:] = source_scales.reshape(rows, ROW_SCALES)
 
 
-def unpack(packed: Buffer, values: Buffer, scales: Buffer) -> None:
+def unpack(packed: AnyBuffer, values: AnyBuffer, scales: AnyBuffer) -> None:
     source, target, target_scales = _read(packed), _write(values), _write(scales)
     rows = _rows_in(source.size, ROW_BYTES, "packed")
     _demand(target.size, rows * ROW_VALUES, "values")
@@ -94,7 +97,7 @@ def unpack(packed: Buffer, values: Buffer, scales: Buffer) -> None:
     target_scales.reshape(rows, ROW_SCALES)[:] = joined[:, ROW_VALUES:]
 
 
-def dequantise(packed_rows: Buffer, out: Buffer) -> None:
+def dequantise(packed_rows: AnyBuffer, out: AnyBuffer) -> None:
     source, target = _read(packed_rows), _write(out)
     rows = _rows_in(source.size, ROW_BYTES, "packed_rows")
     _demand(target.size, rows * ROW_VALUES * 2, "out")
@@ -112,20 +115,20 @@ def _dequantised(values: Bytes, scales: Bytes) -> npt.NDArray[np.uint16]:
     return bits
 
 
-def count_invalid(ids: Ids, table_rows: int, column_starts: Buffer | None) -> tuple[int, int, int]:
+def count_invalid(ids: Ids, table_rows: int, column_starts: AnyBuffer | None) -> tuple[int, int, int]:
     invalid, _ = _judge(_checked_ids(ids), table_rows, _starts(ids, column_starts))
     return _offence(ids, invalid)
 
 
 def gather(
-    segment: Buffer,
+    segment: AnyBuffer,
     packed: bool,
     row_start: int,
     row_stop: int,
     table_rows: int,
-    column_starts: Buffer | None,
+    column_starts: AnyBuffer | None,
     ids: Ids,
-    out: Buffer,
+    out: AnyBuffer,
     raw: bool,
 ) -> tuple[int, int, int]:
     stored, target = _read(segment), _write(out)
@@ -174,7 +177,7 @@ def _checked_ids(ids: Ids) -> Ids:
     return ids
 
 
-def _starts(ids: Ids, column_starts: Buffer | None) -> npt.NDArray[np.int64] | None:
+def _starts(ids: Ids, column_starts: AnyBuffer | None) -> npt.NDArray[np.int64] | None:
     if column_starts is None:
         return None
     starts = _read(column_starts)

@@ -112,7 +112,7 @@ def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, 
             if segment.id not in descriptors:
                 raise MalformedMessage(problem=f"no descriptor for segment {segment.id}")
             mappings[segment.id] = HostMapping(
-                descriptors[segment.id], segment.nbytes, writable=False, page_bytes=segment.page_bytes
+                descriptors[segment.id], segment.nbytes, page_bytes=segment.page_bytes, name=segment.id
             )
     except BaseException:
         for mapping in mappings.values():
@@ -184,8 +184,16 @@ class MappedClient:
             from engram_client.table import MappedTable  # brings torch, which a rank has and a tool may not
 
             info = self._infos[layer_id]
-            buffers = [self._mappings[segment.id].view for segment in info.segments]
-            self._tables[layer_id] = MappedTable(self, info, buffers, self._group, self._strict)
+            (segment,) = info.segments
+            self._tables[layer_id] = MappedTable(
+                info,
+                self._mappings[segment.id].view,
+                self._rank,
+                1 if segment.rank is None else self._world_size,
+                self._group,
+                self._strict,
+                self.check_usable,
+            )
         return self._tables[layer_id]
 
     def check_usable(self, what: str) -> None:
@@ -199,7 +207,8 @@ class MappedClient:
         if self._closed:
             return
         self._closed = True
-        self._tables.clear()
+        for table in self._tables.values():
+            table.close()
         for mapping in self._mappings.values():
             mapping.close()
         self._lease.close()

@@ -25,7 +25,7 @@ from engram_client.protocol import (
     ipc_path,
 )
 
-LAST_WORDS_S = 0.25
+LAST_WORDS_MS = 250
 """How long to listen for a Failed after the daemon has closed its other socket."""
 
 
@@ -76,14 +76,15 @@ class ControlConnection:
                 yield reply
 
     def _receive(self, deadline: float, timeout: float, doing: str, cause: str) -> Iterator[Reply]:
-        events = dict(self._poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        events = dict(self._poller.poll(round(max(0.0, deadline - time.monotonic()) * 1000)))
         cut = self._handover.fileno() in events
         if cut and self._socket not in events:
-            events = dict(self._poller.poll(0)) if self._socket.poll(LAST_WORDS_S * 1000) else {}
+            events = dict(self._poller.poll(0)) if self._socket.poll(LAST_WORDS_MS) else {}
         if self._socket in events:
             frames = self._socket.recv_multipart()
             if len(frames) != 1:
                 raise MalformedMessage(problem=f"{len(frames)} frames instead of one")
+            reply: Reply
             request_id, reply = decode(frames[0], Reply)
             if request_id in (self._last_id, 0):  # 0 answers a frame whose id could not be read
                 yield reply

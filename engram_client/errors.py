@@ -8,6 +8,8 @@ error as its class name and fields; the client rebuilds the same class from them
 from __future__ import annotations
 
 import dataclasses
+import functools
+import typing
 from typing import Any, ClassVar, dataclass_transform
 
 import msgspec
@@ -58,22 +60,29 @@ def _rebuild(kind: type[EngramError], fields: dict[str, Any]) -> EngramError:
 
 def to_wire(error: EngramError) -> tuple[str, dict[str, Any]]:
     """The error as a code and a map of fields that any msgpack reader understands."""
-    return error.code, msgspec.to_builtins(error.fields)
+    return error.code, msgspec.to_builtins(error.fields, enc_hook=str)
 
 
 def from_wire(code: str, fields: dict[str, Any]) -> EngramError:
     """The error that `to_wire` took apart; `UnknownError` when this version does not know the code, or
-    knows it with other fields."""
+    knows it with other fields or types."""
     kind = BY_CODE.get(code)
-    if kind is not None:
+    if kind is not None and kind.template:  # a class without one is a base, which nobody raises
         try:
-            known = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-            shape = msgspec.defstruct(code, list(known), forbid_unknown_fields=True)
-            msgspec.convert(fields, shape)
-            return kind(**fields)
-        except (msgspec.ValidationError, TypeError):
+            checked = msgspec.convert(fields, _shape(code), strict=True)
+            return kind(**msgspec.structs.asdict(checked))
+        except msgspec.ValidationError:
             pass
     return UnknownError(remote_code=code, remote_fields=fields)
+
+
+@functools.cache
+def _shape(code: str) -> type[msgspec.Struct]:
+    """The fields of an error and their types as a struct, to check what came over the wire."""
+    kind = BY_CODE[code]
+    hints = typing.get_type_hints(kind)
+    fields = [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return msgspec.defstruct(code, fields, forbid_unknown_fields=True)
 
 
 class UnknownError(EngramError):
@@ -118,7 +127,7 @@ class ConfigNotJson(ConfigError):
 class ConfigInvalid(ConfigError):
     """A key is unknown, or its value has the wrong type or is not allowed."""
 
-    template = "{where}: {path}: {problem}; allowed: {allowed}"
+    template = "{where}: {path} {problem}; allowed: {allowed}"
     where: str
     path: str
     problem: str
@@ -152,7 +161,7 @@ class Unsupported(ConfigError):
 
 
 class SocketPathInvalid(ConfigError):
-    template = "socket path {path!r}: {problem}; use a path of at most {limit} bytes in a folder of its own"
+    template = "socket path {path!r}: {problem}; use an absolute path of at most {limit} bytes"
     path: str
     problem: str
     limit: int
@@ -588,6 +597,17 @@ class GroupInvalid(UseError):
     found: int
     rank: int
     world_size: int
+
+
+class GroupRankMismatch(UseError):
+    """Shards are put together in the group's order, so the client's rank must be its rank in the group."""
+
+    template = (
+        "this process is rank {group_rank} of the process group and its client is rank {rank}; "
+        "connect with the rank that it has in the group"
+    )
+    group_rank: int
+    rank: int
 
 
 class CountsInvalid(UseError):

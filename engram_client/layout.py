@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, islice, pairwise
 from typing import Any
 
 import msgspec
 
 from engram_client.errors import ConfigInvalid, RowCountMismatch
+from engram_client.strict import convert
 
 ROW_VALUES = 256
 """FP8 values in a row, one byte each."""
@@ -143,22 +144,26 @@ def parse_model_geometry(keys: Mapping[str, Any], where: str) -> ModelGeometry:
     Raises ConfigInvalid, with `where` in front of the key's path, when a value is missing or makes no table.
     """
     ours = {key: value for key, value in keys.items() if key.startswith("engram_")}
-    try:
-        geometry = msgspec.convert(ours, ModelGeometry, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigInvalid(where=where, path="engram_*", problem=str(error), allowed="") from error
+    geometry = convert(ours, ModelGeometry, where)
+    _check(
+        where,
+        "engram_layer_ids",
+        0 < len(geometry.engram_layer_ids) <= 64,
+        f"names {len(geometry.engram_layer_ids)} layers",
+        "1 to 64 layer ids",
+    )
     _check(
         where,
         "engram_layer_ids",
         len(set(geometry.engram_layer_ids)) == len(geometry.engram_layer_ids),
-        "a layer is named twice",
+        "names a layer twice",
         "distinct layer ids",
     )
     _check(
         where,
         "engram_layer_ids",
         all(0 <= layer < 1 << 20 for layer in geometry.engram_layer_ids),
-        "a layer id is out of range",
+        "names a layer out of range",
         "0 to 1048575",
     )
     _check(
@@ -172,6 +177,7 @@ def parse_model_geometry(keys: Mapping[str, Any], where: str) -> ModelGeometry:
         ("engram_max_ngram_size", geometry.engram_max_ngram_size, 2, 16),
         ("engram_n_heads", geometry.engram_n_heads, 1, 64),
         ("engram_vocab_size", geometry.engram_vocab_size, 2, 1 << 40),
+        ("engram_pad_token_id", geometry.engram_pad_token_id, 0, 1 << 31),
         ("engram_compressed_vocab_size", geometry.engram_compressed_vocab_size, 1, 1 << 31),
     ):
         _check(where, key, low <= value <= high, f"is {value}", f"{low} to {high}")
@@ -194,23 +200,13 @@ def _check(where: str, path: str, holds: bool, problem: str, allowed: str) -> No
 def column_primes(layers: int, ngram_sizes: int, heads: int, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The rows of every hash column: for each layer `ngram_sizes * heads` primes, n-gram size by n-gram size.
 
-    Each n-gram size starts its search again just above `vocab_size - 1`; a prime used before, by any layer,
-    is passed over. So no two columns of a model hash alike.
+    The model's own rule is that each n-gram size starts its search again just above `vocab_size - 1` and passes
+    over the primes used before, by any layer. As every search starts there, the primes used are always the
+    first ones, so the rule hands out the primes from `vocab_size` on in order. No two columns hash alike.
     """
-    used: set[int] = set()
-    result = []
-    for _ in range(layers):
-        columns = []
-        for _ in range(ngram_sizes):
-            candidate = vocab_size - 1
-            for _ in range(heads):
-                candidate += 1
-                while candidate in used or not _is_prime(candidate):
-                    candidate += 1
-                used.add(candidate)
-                columns.append(candidate)
-        result.append(tuple(columns))
-    return tuple(result)
+    primes = (number for number in count(vocab_size) if _is_prime(number))
+    per_layer = ngram_sizes * heads
+    return tuple(tuple(islice(primes, per_layer)) for _ in range(layers))
 
 
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)

@@ -14,18 +14,22 @@ closes it when the client dies.
 from __future__ import annotations
 
 import enum
-import hashlib
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgpack
 import msgspec
 
+from engram_client.endpoint import DEFAULT_ENDPOINT as DEFAULT_ENDPOINT
+from engram_client.endpoint import MAX_SOCKET_PATH as MAX_SOCKET_PATH
+from engram_client.endpoint import check_socket_path as check_socket_path
+from engram_client.endpoint import endpoint_tag as endpoint_tag
+from engram_client.endpoint import handover_path as handover_path
+from engram_client.endpoint import ipc_path as ipc_path
 from engram_client.errors import (
     EngramError,
     FrameTooLarge,
     MalformedMessage,
     ProtocolMismatch,
-    SocketPathInvalid,
     UnknownMessage,
     from_wire,
     to_wire,
@@ -37,13 +41,12 @@ PROTOCOL_VERSION: Final = 1
 MAX_REQUEST_BYTES: Final = 64 << 10
 MAX_REPLY_BYTES: Final = 1 << 20
 MAX_HANDOVER_BYTES: Final = 64 << 10
+MAX_DEPTH: Final = 32
+"""Maps and arrays inside each other; the deepest message has 7. Deeper frames would exhaust Python's stack."""
 MAX_FDS_PER_MESSAGE: Final = 253
 """SCM_MAX_FD of the Linux kernel: one more is EINVAL."""
-MAX_SOCKET_PATH: Final = 107
-"""sun_path has 108 bytes, the last a NUL."""
 TICKET_BYTES: Final = 32
 TICKET_LIFETIME_S: Final = 10.0
-DEFAULT_ENDPOINT: Final = "ipc:///run/engram/control.sock"
 
 
 class Placement(enum.StrEnum):
@@ -79,41 +82,8 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
-def ipc_path(endpoint: str) -> str:
-    """The file-system path of an `ipc://` endpoint.
-
-    Raises SocketPathInvalid for another transport, an abstract name, a relative path or one too long.
-    """
-    scheme, _, path = endpoint.partition("://")
-    problem = None
-    if scheme != "ipc":
-        problem = "the control endpoint must start with ipc://"
-    elif path.startswith("@"):
-        problem = "abstract names have no permissions and are refused"
-    elif not path.startswith("/"):
-        problem = "the path must be absolute"
-    elif "\0" in path:
-        problem = "the path has a NUL byte"
-    if problem:
-        raise SocketPathInvalid(path=endpoint, problem=problem, limit=MAX_SOCKET_PATH)
-    return check_socket_path(path)
-
-
-def check_socket_path(path: str) -> str:
-    """`path` itself; raises SocketPathInvalid when the kernel could not bind it."""
-    if len(path.encode()) > MAX_SOCKET_PATH:
-        raise SocketPathInvalid(path=path, problem=f"has {len(path.encode())} bytes", limit=MAX_SOCKET_PATH)
-    return path
-
-
-def handover_path(endpoint: str, configured: str | None = None) -> str:
-    """Where the descriptor socket is: as configured, else beside the control socket, by this rule."""
-    return check_socket_path(configured if configured is not None else ipc_path(endpoint) + ".handover")
-
-
-def endpoint_tag(endpoint: str) -> str:
-    """A short name for an endpoint: 12 hex digits that mark the named segments of its daemon."""
-    return hashlib.sha256(ipc_path(endpoint).encode()).hexdigest()[:12]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+"""What a client says about itself: room for any file name, and a status reply of many leases still fits its limit."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -224,8 +194,8 @@ class Attach(_Message, frozen=True, tag="attach"):
 
     rank: int
     world_size: int
-    device: str
-    name: str
+    device: ShortText
+    name: ShortText
     layers: tuple[int, ...] | None = None
     identity: tuple[TableIdentity, ...] = ()
     roots: dict[Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")], str] = {}
@@ -317,13 +287,16 @@ _KNOWN: Final = frozenset(
     kind.__struct_config__.tag
     for kind in (Attach, Status, Progress, Attached, StatusReply, Failed, Greeting, Redeem, Granted)
 )
+_BY_CLIENT: Final = frozenset({Attach, Status, Redeem})
 _M = TypeVar("_M")
 
 
 def encode(message: AnyMessage, request_id: int = 0, *, limit: int = MAX_REPLY_BYTES) -> bytes:
     """One frame. Raises FrameTooLarge when it would exceed `limit` bytes."""
     body = msgspec.to_builtins(message, builtin_types=(bytes,))
-    frame: bytes = msgpack.packb({"v": PROTOCOL_VERSION, "id": request_id, "body": body}, use_bin_type=True)
+    envelope = {"v": PROTOCOL_VERSION, "id": request_id, "body": body}
+    # A file name that is not UTF-8 reaches us with lone surrogates; an error that names it must still be sent.
+    frame: bytes = msgpack.packb(envelope, use_bin_type=True, unicode_errors="backslashreplace")
     if len(frame) > limit:
         raise FrameTooLarge(size=len(frame), limit=limit)
     return frame
@@ -332,9 +305,17 @@ def encode(message: AnyMessage, request_id: int = 0, *, limit: int = MAX_REPLY_B
 def decode(frame: bytes, expected: type[_M] | Any, *, limit: int = MAX_REPLY_BYTES) -> tuple[int, _M]:
     """`(request_id, message)` of a frame that must hold one of `expected` (a message type or a union).
 
-    Raises FrameTooLarge, MalformedMessage, ProtocolMismatch (`server` is the version read) or UnknownMessage.
+    Raises FrameTooLarge, MalformedMessage, ProtocolMismatch or UnknownMessage.
     """
     envelope = _open(frame, limit)
+    theirs = envelope["v"]
+    if theirs != PROTOCOL_VERSION:
+        by_client = set(get_args(expected) or (expected,)) <= _BY_CLIENT
+        client, server = (theirs, PROTOCOL_VERSION) if by_client else (PROTOCOL_VERSION, theirs)
+        raise ProtocolMismatch(client=client, server=server)
+    _check_envelope(envelope)
+    if _depth_exceeds(envelope, MAX_DEPTH):
+        raise MalformedMessage(problem=f"nested more than {MAX_DEPTH} deep")
     body = envelope["body"]
     name = body.get("type") if isinstance(body, dict) else None
     if not isinstance(name, str):
@@ -351,24 +332,46 @@ def decode(frame: bytes, expected: type[_M] | Any, *, limit: int = MAX_REPLY_BYT
 def request_id_of(frame: bytes, *, limit: int = MAX_REQUEST_BYTES) -> int:
     """The id to answer a bad frame under: its own where it can be read, else 0. Raises nothing."""
     try:
-        return int(_open(frame, limit, check_version=False)["id"])
+        envelope = _open(frame, limit)
+        _check_envelope(envelope)
+        return int(envelope["id"])
     except EngramError:
         return 0
 
 
-def _open(frame: bytes, limit: int, *, check_version: bool = True) -> dict[str, Any]:
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError("extension types are not used here")
+
+
+def _open(frame: bytes, limit: int) -> dict[str, Any]:
     if len(frame) > limit:
         raise FrameTooLarge(size=len(frame), limit=limit)
     try:
-        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_buffer_size=limit)
+        envelope = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0, ext_hook=_no_extension)
     except Exception as error:  # msgpack raises half a dozen unrelated classes on bad bytes
         raise MalformedMessage(problem=f"not one msgpack value: {type(error).__name__}") from error
     if not isinstance(envelope, dict) or type(envelope.get("v")) is not int:
         raise MalformedMessage(problem="not a map with a version")
-    if check_version and envelope["v"] != PROTOCOL_VERSION:
-        raise ProtocolMismatch(client=PROTOCOL_VERSION, server=envelope["v"])
+    return envelope
+
+
+def _check_envelope(envelope: dict[str, Any]) -> None:
     if set(envelope) != {"v", "id", "body"} or type(envelope["id"]) is not int:
         raise MalformedMessage(problem="the envelope is not v, id and body")
     if not 0 <= envelope["id"] < 1 << 63:
         raise MalformedMessage(problem="the id is not in [0, 2**63)")
-    return envelope
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    """Level by level and without recursion, for this is what guards the recursive code after it."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for container in level
+            for item in (container.values() if isinstance(container, dict) else container)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True

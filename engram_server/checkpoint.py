@@ -29,7 +29,7 @@ from engram_client.errors import (
     WrongShape,
 )
 from engram_client.layout import ROW_SCALES, ROW_VALUES, ModelGeometry, TableGeometry, parse_model_geometry
-from engram_server.tensor_file import Extent, Tensor, dangling, read_header, read_json, shown
+from engram_server.tensor_file import Extent, Tensor, dangling, plain, read_header, read_json, shown
 
 __all__ = ["Checkpoint", "Extent", "TableSource", "open_checkpoint", "read_model_geometry"]
 
@@ -147,7 +147,7 @@ def _check_tensor(tensor: Tensor, dtype: str, rows: int, width: int) -> None:
     """Both dtypes have one byte an element, so a tensor of [rows, width] has rows * width bytes."""
     path = tensor.extent.path
     if tensor.dtype != dtype:
-        raise WrongDtype(tensor=tensor.name, path=path, expected=dtype, found=shown(tensor.dtype).strip("'"))
+        raise WrongDtype(tensor=tensor.name, path=path, expected=dtype, found=plain(tensor.dtype))
     if len(tensor.shape) != 2 or tensor.shape[1] != width:
         found = shown(list(tensor.shape))
         raise WrongShape(tensor=tensor.name, path=path, expected=str([rows, width]), found=found)
@@ -211,11 +211,12 @@ def _read_index(path: str) -> dict[str, str]:
 
 def _is_inside(name: str) -> bool:
     """Whether a name from an index stays in the folder. Symlinks may leave it: snapshots are made of them."""
-    if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
+    # isprintable(): no NUL, no lone surrogate, no line end that would forge a line in a log
+    if not name or not name.isprintable() or os.path.isabs(name) or ".." in name.split("/"):
         return False
     try:
         os.fsencode(name)
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # a file system encoding other than UTF-8
         return False
     return True
 

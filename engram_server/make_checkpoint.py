@@ -161,7 +161,8 @@ def _prepare(path: Path, needed: int) -> bool:
     made = False
     try:
         if path.is_dir():
-            example = next((entry.name for entry in os.scandir(path)), None)
+            with os.scandir(path) as entries:
+                example = next((entry.name for entry in entries), None)
             if example is not None:
                 raise FolderNotEmpty(path=str(path), example=example)
         else:

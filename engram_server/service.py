@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from importlib.metadata import version
 
 from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
@@ -34,7 +34,8 @@ from engram_client.protocol import (
     TableInfo,
     endpoint_tag,
 )
-from engram_server import attach, checkpoint, gpus, state
+from engram_server import attach, gpus, state
+from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
 from engram_server.handover import Handover
@@ -109,7 +110,7 @@ class Service:
 
     # Bringing the tables up
 
-    async def _until_stopped(self, work: asyncio._CoroutineLike[None]) -> bool:
+    async def _until_stopped(self, work: Coroutine[None, None, None]) -> bool:
         """Runs `work`; False when `stop` came first, in which case it has been cancelled and awaited."""
         task = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -125,17 +126,18 @@ class Service:
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _bring_up(self) -> None:
-        source = await asyncio.to_thread(self._read_source)
-        model = source.model if isinstance(source, checkpoint.Checkpoint) else source
-        self._plan = make_plan(self._config, model, Machine.read(), gpus.count())
+        for path in remove_stale(self._tag, self._config.host.path):
+            log.info("removed %s, which a daemon that died had left", path)
+        model, sources = await asyncio.to_thread(self._read_source)
+        machine = Machine.read(folder=self._config.host.path)
+        self._plan = make_plan(self._config, model, machine, gpus.count())
         for remark in self._plan.remarks:
             log.warning("%s", remark)
         log.info("%s", self._plan.log_line)
-        remove_stale(self._tag, self._config.host.path)
         segments = await asyncio.to_thread(create_segments, self._plan, self._tag)
         self._segments = {segment.info.id: segment for segment in segments}
         self._enter(State.LOADING)
-        job = make_job(self._config, self._plan, source)
+        job = make_job(self._plan, self._config, sources, machine.cpus)
         with ProgressDisplay() as display:
 
             def report(progress: LoadProgress) -> None:
@@ -152,13 +154,15 @@ class Service:
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
 
-    def _read_source(self) -> checkpoint.Checkpoint | ModelGeometry:
+    def _read_source(self) -> tuple[ModelGeometry, tuple[TableSource, ...] | None]:
+        """The tables' shape, and where their bytes are; None for the latter where they are generated."""
         config = self._config
         if config.load_format == "auto":
-            return checkpoint.open_checkpoint(str(config.model_path))
+            opened = open_checkpoint(str(config.model_path))
+            return opened.model, opened.sources
         if config.geometry is not None:
-            return parse_model_geometry(config.geometry, "geometry")
-        return checkpoint.read_model_geometry(str(config.model_path))
+            return parse_model_geometry(config.geometry, "geometry"), None
+        return read_model_geometry(str(config.model_path)), None
 
     def _table_infos(self, segments: Sequence[Segment], result: LoadResult) -> tuple[TableInfo, ...]:
         plan = self._planned

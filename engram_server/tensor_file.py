@@ -116,6 +116,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
+def plain(name: str) -> str:
+    """A name from a file, as it is where that is harmless in a message, else as `shown`."""
+    return name if name.isprintable() and len(name) <= 120 else shown(name)
+
+
 def dangling(path: str) -> DanglingSymlink | None:
     """The error that says which symlink on the way to `path` leads nowhere, and where it leads."""
     while path != os.path.dirname(path):
@@ -216,7 +221,7 @@ def _check_extents(path: str, size: int, tensors: list[Tensor]) -> None:
     claims = sorted((t for t in tensors if t.extent.nbytes), key=lambda t: t.extent.offset)
     for first, second in pairwise(claims):
         if first.extent.offset + first.extent.nbytes > second.extent.offset:
-            raise OverlappingTensors(path=path, first=first.name, second=second.name)
+            raise OverlappingTensors(path=path, first=plain(first.name), second=plain(second.name))
     promised = max((t.extent.offset + t.extent.nbytes for t in tensors), default=0)
     if promised > size:
         raise TruncatedFile(path=path, size=size, expected=promised)

@@ -20,12 +20,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engram_server.make_checkpoint import make_checkpoint
-
 from engram_client import connect
 from engram_client.bar import load_bar
 from engram_client.protocol import Progress, StatusReply
 from engram_server.ctl import gib, print_status
+from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon
 from tests.support.reference import CheckpointReference
 

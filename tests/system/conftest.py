@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engram_server.make_checkpoint import make_checkpoint
 
+from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, running
 from tests.support.reference import CheckpointReference
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from engram_server.make_checkpoint import make_checkpoint
 
 from engram_client import connect
 from engram_client.control import query_status
@@ -38,6 +37,7 @@ from engram_client.errors import (
 )
 from engram_client.identity import TableIdentity
 from engram_client.protocol import Greeting, encode
+from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.reference import CheckpointReference
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.ranks import run_ranks
 
 from engram_client import connect
 from engram_client.layout import shard
 from tests.support.daemon import Daemon, running, wait_until
+from tests.support.ranks import run_ranks
 from tests.support.reference import CheckpointReference
 
 TP_SIZES = (1, 2, 3, 4, 5, 7, 8, 32)

@@ -1,0 +1,87 @@
+"""Tickets are single-use and short-lived, leases end with their connection."""
+
+from __future__ import annotations
+
+import pytest
+
+from engram_client.errors import TicketInvalid, TooManyClients
+from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, State
+from engram_server import state
+from engram_server.leases import MAX_TICKETS, Grant, Leases, Peer
+
+GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu", name="engine")
+PEER = Peer(pid=7, uid=8, gid=9)
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_ticket_becomes_a_lease_once() -> None:
+    leases = Leases(Clock())
+    ticket = leases.issue(GRANT)
+    assert len(ticket) == TICKET_BYTES
+    lease = leases.redeem(ticket, PEER)
+    assert (lease.grant, lease.peer) == (GRANT, PEER)
+    with pytest.raises(TicketInvalid):
+        leases.redeem(ticket, PEER)
+
+
+def test_an_unused_ticket_expires_and_leaves_nothing() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    early = leases.issue(GRANT)
+    clock.now += TICKET_LIFETIME_S / 2
+    late = leases.issue(GRANT)
+    clock.now += TICKET_LIFETIME_S / 2
+    with pytest.raises(TicketInvalid):
+        leases.redeem(early, PEER)
+    assert leases.open_tickets == 1
+    assert leases.redeem(late, PEER).grant == GRANT
+    assert leases.open_tickets == 0
+
+
+def test_tickets_are_limited_until_some_expire() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    tickets = {leases.issue(GRANT) for _ in range(MAX_TICKETS)}
+    assert len(tickets) == MAX_TICKETS
+    with pytest.raises(TooManyClients):
+        leases.issue(GRANT)
+    clock.now += TICKET_LIFETIME_S
+    leases.issue(GRANT)
+
+
+def test_a_snapshot_shows_who_holds_a_lease_and_for_how_long() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    lease = leases.redeem(leases.issue(GRANT), PEER)
+    clock.now += 2.5
+    (shown,) = leases.snapshot()
+    assert (shown.id, shown.pid, shown.uid, shown.gid, shown.age_s) == (lease.id, 7, 8, 9, 2.5)
+    leases.release(lease)
+    leases.release(lease)
+    assert leases.snapshot() == ()
+
+
+@pytest.mark.parametrize("current", list(State))
+@pytest.mark.parametrize("reached", list(State))
+def test_only_the_transitions_in_the_table_are_possible(current: State, reached: State) -> None:
+    if reached in state.TRANSITIONS[current]:
+        assert state.follow(current, reached) is reached
+    else:
+        with pytest.raises(RuntimeError):
+            state.follow(current, reached)
+
+
+def test_every_state_can_end_and_every_request_has_states_that_answer_it() -> None:
+    ends = {State.DRAINING, State.FAILED}
+    for current in set(State) - ends:
+        assert ends <= state.TRANSITIONS[current]
+    assert all(state.ANSWERS.values())
