@@ -652,6 +652,7 @@ class NoDriver(CudaError):
 
 class GpuNotFound(CudaError):
     template = "no GPU {device} here; this process sees {present}: check CUDA_VISIBLE_DEVICES and the container's GPUs"
+    exit_code = EXIT_CONFIG
     device: str
     present: list[str]
 
