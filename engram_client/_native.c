@@ -309,6 +309,14 @@ static int demand_multiple(const Py_buffer *view, Py_ssize_t row_bytes, const ch
     return 0;
 }
 
+static int demand_bf16(const Py_buffer *out)
+{
+    if ((uintptr_t)out->buf % 2 == 0)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "out must be aligned to 2 bytes");
+    return 0;
+}
+
 static PyObject *py_pack(PyObject *self, PyObject *args)
 {
     PyObject *values_object, *scales_object, *packed_object;
@@ -361,7 +369,7 @@ static PyObject *py_dequantise(PyObject *self, PyObject *args)
         return NULL;
     if (!(packed = take(&buffers, packed_object, PyBUF_SIMPLE)) ||
         !(out = take(&buffers, out_object, PyBUF_WRITABLE)) || !demand_multiple(packed, ROW, "packed_rows") ||
-        !demand(out, packed->len / ROW * VALUES * 2, "out"))
+        !demand(out, packed->len / ROW * VALUES * 2, "out") || !demand_bf16(out))
         return give_back(&buffers, NULL);
     Py_BEGIN_ALLOW_THREADS
     dequantise_rows(packed->buf, out->buf, packed->len / ROW);
@@ -456,12 +464,8 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
         return give_back(&buffers, NULL);
     }
     if (!take_ids(&buffers, ids_object, starts_object, &ids) ||
-        !demand(out, ids.rows * ids.columns * (raw ? ROW : 2 * VALUES), "out"))
+        !demand(out, ids.rows * ids.columns * (raw ? ROW : 2 * VALUES), "out") || (!raw && !demand_bf16(out)))
         return give_back(&buffers, NULL);
-    if (!raw && (uintptr_t)out->buf % 2) {
-        PyErr_SetString(PyExc_ValueError, "out must be aligned to 2 bytes");
-        return give_back(&buffers, NULL);
-    }
     ids.table_rows = table_rows;
     const uint8_t *base = segment->buf;
     Stored stored = {

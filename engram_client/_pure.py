@@ -77,6 +77,11 @@ def _demand(size: int, expected: int, what: str) -> None:
         raise ValueError(f"{what} has {size} bytes, expected {expected}")
 
 
+def _demand_bf16(target: Bytes) -> None:
+    if target.ctypes.data % 2:
+        raise ValueError("out must be aligned to 2 bytes")
+
+
 def pack(values: AnyBuffer, scales: AnyBuffer, packed: AnyBuffer) -> None:
     source, source_scales, target = _read(values), _read(scales), _write(packed)
     rows = _rows_in(source.size, ROW_VALUES, "values")
@@ -101,6 +106,7 @@ def dequantise(packed_rows: AnyBuffer, out: AnyBuffer) -> None:
     source, target = _read(packed_rows), _write(out)
     rows = _rows_in(source.size, ROW_BYTES, "packed_rows")
     _demand(target.size, rows * ROW_VALUES * 2, "out")
+    _demand_bf16(target)
     joined = source.reshape(rows, ROW_BYTES)
     result = target.view(np.uint16).reshape(rows, ROW_VALUES)
     for start in range(0, rows, _CHUNK_ROWS):
@@ -141,6 +147,8 @@ def gather(
     starts = _starts(ids, column_starts)
     out_row = ROW_BYTES if raw else ROW_VALUES * 2
     _demand(target.size, ids.size * out_row, "out")
+    if not raw:
+        _demand_bf16(target)
     invalid, named = _judge(ids, table_rows, starts)
     here = (named & (ids >= row_start) & (ids < row_stop)).ravel()
     flat = ids.ravel()

@@ -13,13 +13,13 @@ from rich.progress import (
 )
 
 
-def load_bar() -> Progress:
-    """A bar on stderr with bytes, rate and time left."""
+def load_bar(console: Console | None = None) -> Progress:
+    """A bar with bytes, rate and time left, on stderr unless another console is given."""
     return Progress(
         TextColumn("{task.description:>10}"),
         BarColumn(bar_width=40),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console or Console(stderr=True),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from engram_client.control import ControlConnection
+from engram_client.control import REPLY_LEAST_S, ControlConnection
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
@@ -75,7 +75,7 @@ def connect(
     lease = HandoverConnection.open(handover_path(endpoint, handover), timeout)
     try:
         attached = _attach(endpoint, lease, request, deadline, timeout, on_progress)
-        descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), 1.0))
+        descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
         mappings = _map(attached.tables, descriptors)
     except BaseException:
         lease.close()
@@ -92,7 +92,7 @@ def _attach(
     on_progress: Callable[[Progress], None] | None,
 ) -> Attached:
     with ControlConnection(endpoint, lease) as control:
-        left = max(deadline - time.monotonic(), 1.0)  # a zero timeout waits for no load, yet for the reply
+        left = max(deadline - time.monotonic(), REPLY_LEAST_S)
         for reply in control.request(request, left, "waiting for the tables"):
             if isinstance(reply, Attached):
                 if reply.epoch != lease.epoch:

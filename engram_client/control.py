@@ -25,6 +25,8 @@ from engram_client.protocol import (
     ipc_path,
 )
 
+REPLY_LEAST_S = 1.0
+"""What a reply may take even when the caller does not want to wait for the daemon: it is there already."""
 LAST_WORDS_MS = 250
 """How long to listen for a Failed after the daemon has closed its other socket."""
 
@@ -96,13 +98,13 @@ class ControlConnection:
 
 
 def query_status(endpoint: str, *, timeout: float = 5.0, handover: str | None = None) -> StatusReply:
-    """The state of the daemon at `endpoint`. Changes nothing there.
+    """The state of the daemon at `endpoint`; waits up to `timeout` seconds for one. Changes nothing there.
 
     Raises NoServer, ServerRefused, AccessDenied, ProtocolMismatch, TransferCut or ConnectTimeout.
     """
     with HandoverConnection.open(handover_path(endpoint, handover), timeout) as connection:
         with ControlConnection(endpoint, connection) as control:
-            for reply in control.request(Status(), timeout, "asking for the status"):
+            for reply in control.request(Status(), max(timeout, REPLY_LEAST_S), "asking for the status"):
                 if isinstance(reply, StatusReply):
                     return reply
     raise TransferCut(doing="asking for the status")

@@ -72,10 +72,11 @@ def demo(folder: Path) -> int:
         reports += [first_line(process) for process in engines[4:]]
         status = daemon.status()
         print_status(status)
+        shares = [ask_for_share(process) for process in engines]
         for process in engines:
             process.communicate(timeout=60)  # closes its stdin, which ends it
         console.rule("summary")
-        summarise(status, reports)
+        summarise(status, reports, shares)
     finally:
         code = daemon.stop()
     left = [path.name for path in (folder / "daemon" / "run").iterdir() if path.suffix != ".lock"]
@@ -86,7 +87,7 @@ def demo(folder: Path) -> int:
 
 def show_load(daemon: Daemon) -> None:
     """Waits for the load as any client does, and draws the progress it is sent."""
-    bar = load_bar()
+    bar = load_bar(console)
     task = bar.add_task("starting", total=None)
 
     def show(progress: Progress) -> None:
@@ -127,6 +128,15 @@ def first_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return report
 
 
+def ask_for_share(process: subprocess.Popen[str]) -> int:
+    """A rank's share of the table memory, now that all ranks have read all of theirs."""
+    if process.stdin is None:
+        raise RuntimeError("the rank has no stdin")
+    process.stdin.write("share\n")
+    process.stdin.flush()
+    return int(first_line(process)["pss"])
+
+
 def rank_main(options: argparse.Namespace) -> int:
     import torch
 
@@ -157,12 +167,12 @@ def rank_main(options: argparse.Namespace) -> int:
                     "rank": options.rank,
                     "attach_s": attach_s,
                     "rows": verified,
-                    "pss": table_pss(),
                 }
             ),
             flush=True,
         )
-        sys.stdin.read()  # stays attached until the demo has seen everybody
+        for _ in sys.stdin:  # stays attached until the demo has seen everybody
+            print(json.dumps({"pss": table_pss()}), flush=True)
     return 0
 
 
@@ -177,7 +187,7 @@ def table_pss() -> int:
     return total
 
 
-def summarise(status: StatusReply, reports: list[dict[str, Any]]) -> None:
+def summarise(status: StatusReply, reports: list[dict[str, Any]], shares: list[int]) -> None:
     report = status.report
     if report is None:
         raise RuntimeError("the daemon has no load report")
@@ -199,7 +209,7 @@ def summarise(status: StatusReply, reports: list[dict[str, Any]]) -> None:
     table.add_row(
         "one copy",
         f"{len(reports)} ranks read {gib(segment_bytes)}; their shares of it add up to "
-        f"{gib(sum(entry['pss'] for entry in reports))}",
+        f"{gib(sum(shares))}",
     )
     console.print(table)
 

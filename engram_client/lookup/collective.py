@@ -24,6 +24,9 @@ from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids
 
 PADDING = -1
 
+# One function; torch 2.13 renamed it and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class LocalRows(Protocol):
     """The shard of this rank on its device; `lookup.cpu.SegmentRows` is the reference."""
@@ -117,7 +120,7 @@ class ShardedLookup:
         if rows:
             mine = self._local.lookup_raw(ids, hashed=True, columns=own).rows
             everything = mine.new_empty(self._world_size * mine.numel())
-            dist.all_gather_into_tensor(everything, mine.view(-1), group=self._group)
+            _all_gather(everything, mine.view(-1), group=self._group)
             self._interleave(everything, rows, out)
         return Found(out, self._local.count_invalid(ids, hashed=True))
 
@@ -179,7 +182,7 @@ class ShardedLookup:
         if tokens:
             padded[:tokens] = ids.reshape(tokens, width)
         gathered = padded.new_empty((self._world_size, longest, width))
-        dist.all_gather_into_tensor(gathered.view(-1), padded.view(-1), group=self._group)
+        _all_gather(gathered.view(-1), padded.view(-1), group=self._group)
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)]), counts
 
     def _exchange_counts(self, tokens: int, width: int) -> tuple[list[int], int]:
@@ -189,7 +192,7 @@ class ShardedLookup:
         """
         mine = torch.tensor([tokens, width], dtype=torch.int64, device=self._local.device)
         everybodys = mine.new_empty(2 * self._world_size)
-        dist.all_gather_into_tensor(everybodys, mine, group=self._group)
+        _all_gather(everybodys, mine, group=self._group)
         pairs = everybodys.view(-1, 2).tolist()
         widths = {each for count, each in pairs if count}
         if len(widths) > 1:

@@ -8,6 +8,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -92,6 +93,7 @@ def _rank(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve must not matter
     torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as pytest does in its own process
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(

@@ -223,6 +223,13 @@ class TestGather:
         with pytest.raises(BufferError):
             ops.gather(*changed(out=bytes(6 * ROW_BYTES)))
 
+    def test_bfloat16_is_written_at_even_addresses_only(self, ops: ModuleType) -> None:
+        odd = np.zeros(1 + 512, np.uint8)[1:]
+        with pytest.raises(ValueError, match="aligned"):
+            ops.dequantise(bytes(ROW_BYTES), odd)
+        with pytest.raises(ValueError, match="aligned"):
+            ops.gather(bytes(ROW_BYTES), True, 0, 1, 1, None, np.zeros((1, 1), np.int64), odd, False)
+
 
 @pytest.mark.skipif(_native is None, reason="the extension is not built")
 def test_other_threads_run_while_the_c_code_works() -> None:
