@@ -208,8 +208,7 @@ def summarise(status: StatusReply, reports: list[dict[str, Any]], shares: list[i
         )
     table.add_row(
         "one copy",
-        f"{len(reports)} ranks read {gib(segment_bytes)}; their shares of it add up to "
-        f"{gib(sum(shares))}",
+        f"{len(reports)} ranks read {gib(segment_bytes)}; their shares of it add up to {gib(sum(shares))}",
     )
     console.print(table)
 

@@ -20,7 +20,8 @@ def dequantise(values: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[
     factor = np.where(scales == 255, np.nan, np.exp2(scales.astype(np.float64) - 127))
     exact = fp8 * np.repeat(factor, 32, axis=1)
     # Every product fits float32 exactly or is below its range by less than bfloat16 can tell.
-    rounded = exact.astype(np.float32).astype(ml_dtypes.bfloat16)
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(np.float32).astype(ml_dtypes.bfloat16)
     bits = rounded.view(np.uint16).copy()
     bits[np.isnan(exact)] = 0x7FC0
     bits[bits == 0x8000] = 0
