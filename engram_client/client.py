@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from engram_client.control import REPLY_LEAST_S, ControlConnection
+from engram_client.control import ControlConnection
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
@@ -20,7 +20,7 @@ from engram_client.errors import (
     TransferCut,
     UnknownLayer,
 )
-from engram_client.handover import HandoverConnection
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
 from engram_client.mapping.segments import CpuMapping, map_for_cpu
 from engram_client.protocol import (

@@ -10,7 +10,7 @@ from typing import Self
 import zmq
 
 from engram_client.errors import ConnectTimeout, MalformedMessage, TransferCut
-from engram_client.handover import HandoverConnection
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
     Failed,
@@ -25,8 +25,6 @@ from engram_client.protocol import (
     ipc_path,
 )
 
-REPLY_LEAST_S = 1.0
-"""What a reply may take even when the caller does not want to wait for the daemon: it is there already."""
 LAST_WORDS_MS = 250
 """How long to listen for a Failed after the daemon has closed its other socket."""
 

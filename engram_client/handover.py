@@ -35,6 +35,8 @@ from engram_client.protocol import (
 )
 
 _RETRY_FIRST_S, _RETRY_LAST_S = 0.01, 0.25
+REPLY_LEAST_S = 1.0
+"""What a reply may take even when the caller does not want to wait: a daemon that accepts is there."""
 
 
 class HandoverConnection:
@@ -64,7 +66,8 @@ class HandoverConnection:
                 time.sleep(pause)
                 pause = min(2 * pause, _RETRY_LAST_S)
         try:
-            greeting, _ = _receive(connected, deadline, timeout, "waiting for the daemon's greeting", 0)
+            patience = max(deadline, time.monotonic() + REPLY_LEAST_S)
+            greeting, _ = _receive(connected, patience, timeout, "waiting for the daemon's greeting", 0)
             if not isinstance(greeting, Greeting):
                 raise MalformedMessage(problem=f"a {type(greeting).__name__} instead of a greeting")
             return cls(connected, greeting.epoch)

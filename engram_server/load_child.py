@@ -278,6 +278,7 @@ def main() -> int:
         traceback.print_exc()  # the daemon's log is this process's stderr
         outcome = Failed.of(InternalError(doing="loading", problem=f"{type(error).__name__}: {error}"))
     reporter.send(outcome)
+    connection.detach()  # open until the very end: the parent reads its closing as this process's end
     return 0
 
 

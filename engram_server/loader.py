@@ -42,6 +42,9 @@ async def load(
             pass_fds=(theirs.fileno(), *fds),
             env=_environment(),
         )
+    except OSError as error:  # no process, no memory for one, no interpreter
+        ours.close()
+        raise LoaderDied(how=error.strerror or str(error), doing="starting") from error
     except BaseException:
         ours.close()
         raise

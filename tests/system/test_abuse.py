@@ -63,7 +63,7 @@ ATTACH = {"type": "attach", "rank": 0, "world_size": 1, "device": "cpu", "name":
         (envelope({"type": "redeem", "ticket": b"x"}), "MalformedMessage", 7),
         (envelope({"type": "status", "verbose": True}), "MalformedMessage", 7),
         (envelope({**ATTACH, "rank": "0"}), "MalformedMessage", 7),
-        (envelope({**ATTACH, "rank": 2**63}), "MalformedMessage", 7),
+        (envelope({**ATTACH, "rank": 2**63}), "RankInvalid", 7),
         (envelope({**ATTACH, "rank": 1}), "RankInvalid", 7),
         (envelope({**ATTACH, "rank": -1}), "RankInvalid", 7),
         (envelope({**ATTACH, "layers": [99]}), "UnknownLayer", 7),
