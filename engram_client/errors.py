@@ -151,6 +151,21 @@ class NoGpu(ConfigError):
     problem: str
 
 
+class GpuNotFound(ConfigError):
+    template = "no GPU {device} here; this process sees {present}: check CUDA_VISIBLE_DEVICES and the container's GPUs"
+    device: str
+    present: list[str]
+
+
+class TooFewGpus(ConfigError):
+    template = (
+        "this node holds {ranks} ranks and has {gpus} GPUs to put their shards on; lower tp_size, raise nnodes, "
+        'or set "placement": "cpu"'
+    )
+    ranks: int
+    gpus: int
+
+
 class Unsupported(ConfigError):
     """The configuration is sound, but this version of the daemon cannot do it."""
 
@@ -205,6 +220,28 @@ class NotEnoughHugePages(ResourceError):
     )
     needed: int
     available: int
+
+
+class NotEnoughGpuMemory(ResourceError):
+    """`needed` and `free` are bytes, in the order of `gpus`."""
+
+    template = (
+        "GPUs {gpus} are short of memory: needed {needed} bytes, free {free}; end what else uses them, split over more "
+        'GPUs, or set "placement": "cpu"'
+    )
+    gpus: list[str]
+    needed: list[int]
+    free: list[int]
+
+
+class PeerAccessMissing(ResourceError):
+    template = (
+        "GPU {device} cannot read GPU {peer}'s memory ({reason}); use GPUs that are linked (nvidia-smi topo -p2p r), "
+        'or set "lookup": "collective"'
+    )
+    device: str
+    peer: str
+    reason: str
 
 
 class BackingUnavailable(ResourceError):
@@ -650,13 +687,6 @@ class NoDriver(CudaError):
     problem: str
 
 
-class GpuNotFound(CudaError):
-    template = "no GPU {device} here; this process sees {present}: check CUDA_VISIBLE_DEVICES and the container's GPUs"
-    exit_code = EXIT_CONFIG
-    device: str
-    present: list[str]
-
-
 class RegistrationFailed(CudaError):
     """Host memory could not be made readable for the GPU. Nothing of the segment stayed registered."""
 
@@ -684,34 +714,3 @@ class AddressesScattered(CudaError):
     offset: int
     expected: int
     found: int
-
-
-class PeerAccessMissing(CudaError):
-    template = (
-        "GPU {device} cannot read GPU {peer}'s memory ({reason}); use GPUs that are linked (nvidia-smi topo -p2p r), "
-        'or set "lookup": "collective"'
-    )
-    device: str
-    peer: str
-    reason: str
-    exit_code = EXIT_RESOURCES
-
-
-class TooFewGpus(ConfigError):
-    template = (
-        "this node holds {ranks} ranks and has {gpus} GPUs to put their shards on; lower tp_size, raise nnodes, "
-        'or set "placement": "cpu"'
-    )
-    ranks: int
-    gpus: int
-
-
-class NotEnoughGpuMemory(ResourceError):
-    """`needed` and `free` are bytes by GPU."""
-
-    template = (
-        "GPU memory is short: needed {needed}, free {free} (bytes by GPU); end what else uses these GPUs, split over "
-        'more of them, or set "placement": "cpu"'
-    )
-    needed: dict[str, int]
-    free: dict[str, int]

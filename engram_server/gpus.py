@@ -69,8 +69,6 @@ def read(config: Config) -> Gpus:
         return Gpus(count=number, host_problem="not asked for")
     try:
         return ask(cuda_driver(), config.devices)
-    except GpuNotFound:
-        raise
     except CudaError as error:
         return Gpus.none(str(error))
 

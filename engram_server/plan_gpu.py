@@ -98,6 +98,7 @@ def _check_memory(segments: Sequence[SegmentInfo], used: Sequence[Gpu]) -> None:
     short = [gpu for gpu in used if needed[gpu.uuid] + LOADER_CONTEXT_BYTES > gpu.free]
     if short:
         raise NotEnoughGpuMemory(
-            needed={gpu.uuid: needed[gpu.uuid] + LOADER_CONTEXT_BYTES for gpu in short},
-            free={gpu.uuid: gpu.free for gpu in short},
+            gpus=[gpu.uuid for gpu in short],
+            needed=[needed[gpu.uuid] + LOADER_CONTEXT_BYTES for gpu in short],
+            free=[gpu.free for gpu in short],
         )
