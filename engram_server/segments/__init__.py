@@ -67,6 +67,10 @@ def adopt_segment(info: SegmentInfo, tag: str, folder: str | None = None, fd: in
         return PosixShmSegment.adopt(info, tag)
     if info.backing is Backing.FILE and folder is not None:
         return FileSegment.adopt(info, tag, folder)
+    if info.backing is Backing.CUDA_HOST and fd is not None:
+        return CudaHostSegment.adopt(info, cuda_driver(), fd)
+    if info.backing is Backing.CUDA_DEVICE and fd is not None:
+        return CudaDeviceSegment.adopt(info, cuda_driver(), fd)
     raise ValueError(f"nothing leads to a {info.backing} segment here")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engram_client.cuda.driver import Driver, Location
+from engram_client.cuda.driver import Driver, Location, Space
 from engram_client.protocol import SegmentInfo
 from engram_server.gpus import EXPORTS
 from engram_server.segments.vmm import VmmSegment
@@ -15,6 +15,6 @@ class CudaHostSegment(VmmSegment):
         return cls.allocate(info, driver, Location.host(node), EXPORTS)
 
     @classmethod
-    def adopt(cls, info: SegmentInfo, driver: Driver, fd: int, node: int) -> CudaHostSegment:
+    def adopt(cls, info: SegmentInfo, driver: Driver, fd: int) -> CudaHostSegment:
         """The segment behind `fd`: see VmmSegment.adopt_descriptor."""
-        return cls.adopt_descriptor(info, driver, fd, Location.host(node))
+        return cls.adopt_descriptor(info, driver, fd, Space.HOST_NUMA)

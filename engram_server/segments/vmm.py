@@ -6,10 +6,9 @@ carries no read-only right and has no size that could be asked; ranks protect th
 
 from __future__ import annotations
 
-import os
 from typing import Self
 
-from engram_client.cuda.driver import Driver, HandleTypes, Location
+from engram_client.cuda.driver import Driver, HandleTypes, Location, Space
 from engram_client.errors import AllocationFailed, BackingUnavailable, CudaCallFailed
 from engram_client.protocol import SegmentInfo
 from engram_server.segments.base import Segment
@@ -44,10 +43,11 @@ class VmmSegment(Segment):
         return segment
 
     @classmethod
-    def adopt_descriptor(cls, info: SegmentInfo, driver: Driver, fd: int, location: Location) -> Self:
-        """The sealed segment behind `fd`, which becomes the segment's and stays the caller's on an error.
+    def adopt_descriptor(cls, info: SegmentInfo, driver: Driver, fd: int, where: Space | Location) -> Self:
+        """The sealed segment behind `fd`, which becomes the segment's and stays the caller's on an error. Its
+        size cannot be asked; a digest of its last rows tells.
 
-        Raises BackingUnavailable when it is no allocation at `location`.
+        Raises BackingUnavailable when it is no allocation `where` it should be.
         """
         try:
             handle = driver.import_fd(fd)
@@ -56,9 +56,9 @@ class VmmSegment(Segment):
                 backing=info.backing, problem=str(error), remedy="load the tables again"
             ) from error
         found = driver.mem_location(handle)
-        if found != location:
+        if where not in (found, found.space):
             driver.mem_release(handle)
-            problem = f"the descriptor of {info.id} is memory at {found}, not at {location}"
+            problem = f"the descriptor of {info.id} is memory at {found}, not at {where}"
             raise BackingUnavailable(backing=info.backing, problem=problem, remedy="load the tables again")
         return cls(info, driver, handle, fd, sealed=True)
 
@@ -73,6 +73,3 @@ class VmmSegment(Segment):
         if self._handle is not None:
             self._driver.mem_release(self._handle)
             self._handle = None
-
-    def _seal(self, fd: int) -> int:
-        return os.dup(fd)
