@@ -177,7 +177,7 @@ class MappedClient:
                 info,
                 self._mappings[segment.id].view,
                 self._rank,
-                1 if segment.rank is None else self._world_size,
+                self._world_size,
                 self._group,
                 self._strict,
                 self.check_usable,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
-    `check_usable` raises when the client behind it is closed or forked. `world_size` is that of the group
-    that assembles rows: 1 where this rank maps all of them.
+    `check_usable` raises when the client behind it is closed or forked.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class MappedTable:
         self._invalid = 0
         (part,) = info.segments
         self._local = SegmentRows(segment, info.geometry, part.shard, part.row_format)
-        self._lookup = ShardedLookup(group, rank, world_size, info.geometry, self._local)
+        self._lookup = ShardedLookup(group, rank, world_size, info.geometry, self._local, whole=part.rank is None)
 
     def __repr__(self) -> str:
         return f"<table of layer {self.layer_id}: {self.rows} rows, {self._invalid} invalid ids seen>"

@@ -11,11 +11,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import uvloop
 
 from engram_client.errors import EXIT_OTHER, EngramError
+from engram_client.version import VERSION
 from engram_server.config import LoadedConfig, load_config
 from engram_server.service import Service
 from engram_server.sockets import EndpointLock
@@ -63,7 +63,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--engram-config", metavar="JSON", help="object that replaces the file's engram_config as a whole"
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.add_argument("--version", action="version", version=version("engram-table-server"))
+    parser.add_argument("--version", action="version", version=VERSION)
     return parser.parse_args(arguments)  # bad arguments end with 2, as any bad configuration does
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from engram_client.control import query_status
 from engram_client.errors import EXIT_OK, EngramError
 from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
+from engram_client.version import VERSION
 from engram_server.config import load_config
 
 DEFAULT_VOCAB = 20_000
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engram-ctl", description=__doc__)
-    parser.add_argument("--version", action="version", version=version("engram-table-server"))
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     status = commands.add_parser("status", help="state, tables, bytes, backing, coverage and clients of a daemon")

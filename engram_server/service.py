@@ -15,7 +15,6 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from importlib.metadata import version
 
 from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
 from engram_client.identity import TableIdentity
@@ -34,6 +33,7 @@ from engram_client.protocol import (
     TableInfo,
     endpoint_tag,
 )
+from engram_client.version import VERSION
 from engram_server import attach, gpus, state
 from engram_server.bring_up import allocate_and_load
 from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
@@ -247,7 +247,7 @@ class Service:
         huge = result.huge_bytes if result else {}
         return StatusReply(
             state=self._state,
-            version=version("engram-table-server"),
+            version=VERSION,
             epoch=self._epoch,
             pid=os.getpid(),
             uptime_s=time.monotonic() - self._started,

@@ -79,9 +79,9 @@ def demo(folder: Path) -> int:
         summarise(status, reports, shares)
     finally:
         code = daemon.stop()
-    left = [path.name for path in (folder / "daemon" / "run").iterdir() if path.suffix != ".lock"]
+    left = daemon.names_left()
     failed = code or left or any(process.returncode for process in engines)
-    console.print(f"engram-server drained and exited with {code}; sockets left behind: {left or 'none'}")
+    console.print(f"engram-server drained and exited with {code}; left behind: {left or 'none'}")
     return 1 if failed else 0
 
 
@@ -181,7 +181,7 @@ def table_pss() -> int:
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ")[0]:
-            ours = "engram" in line
+            ours = "memfd:engram" in line
         elif ours and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total

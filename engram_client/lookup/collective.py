@@ -63,15 +63,20 @@ class ShardedLookup:
         world_size: int,
         geometry: TableGeometry,
         local: LocalRows,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Raises GroupInvalid when the group does not have world_size ranks, and GroupRankMismatch when this
-        process has another place in it than `rank`. With world_size 1 no group is looked at."""
+        """whole: every rank's `local` has the whole table, so that nothing moves between ranks.
+
+        Raises GroupInvalid when the group does not have world_size ranks, and GroupRankMismatch when this
+        process has another place in it than `rank`. With whole, or world_size 1, no group is looked at."""
         self._group = group
         self._rank = rank
         self._world_size = world_size
         self._columns = len(geometry.columns)
         self._local = local
-        if world_size > 1:
+        self._alone = whole or world_size == 1
+        if not self._alone:
             found = dist.get_world_size(group) if dist.is_initialized() else 1
             if found != world_size:
                 raise GroupInvalid(found=found, rank=rank, world_size=world_size)
@@ -97,8 +102,8 @@ class ShardedLookup:
         was sent where one rank alone can tell.
         """
         check_ids(ids, self._local.device, hashed, self._columns)
-        if self._world_size == 1:
-            self._check_counts(ids, counts)
+        if self._alone:
+            self._check_counts(ids, counts, same=tokens == "same")
             return self._local.lookup(ids, out, hashed=hashed)
         out = bf16_out(out, ids.shape, self._local.device)
         by_columns = hashed and self._local.shard.columns is not None

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def main() -> int:
     table = Table("benchmark", "result", "value")
     for name in chosen:
         results[name] = BENCHES[name]()
-        for key, value in results[name].items():
+        for key, value in flat(results[name]):
             table.add_row(name, key, f"{value:.3f}" if isinstance(value, float) else str(value))
     Console().print(table)
     folder = Path("bench-results")
@@ -39,6 +40,15 @@ def main() -> int:
     path.write_text(json.dumps(results, indent=2))
     print(path)
     return 0
+
+
+def flat(result: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested results as `outer.inner` and value."""
+    for key, value in result.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engram_client.control import query_status
+from engram_client.endpoint import endpoint_tag
 from engram_client.errors import ConnectError
 from engram_client.protocol import State, StatusReply
 
@@ -69,6 +70,12 @@ class Daemon:
     def pid(self) -> int:
         return self.process.pid
 
+    def names_left(self) -> list[str]:
+        """Sockets and named segments of this daemon that still exist; the lock file is meant to stay."""
+        sockets = [path for path in (self.control_path, self.handover_path) if path.exists()]
+        shared = Path("/dev/shm").glob(f"engram-{endpoint_tag(self.endpoint)}-*")
+        return [str(path) for path in (*sockets, *shared, *self.folder.glob("tmpfs/*"))]
+
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -108,10 +115,14 @@ class Daemon:
 
 @contextlib.contextmanager
 def running(folder: Path, config: Mapping[str, Any], **options: Any) -> Iterator[Daemon]:
-    """A daemon that is ready; killed at the end if the test did not stop it."""
+    """A daemon that is ready; stopped at the end if the test did not."""
     daemon = Daemon(folder, config, **options)
     try:
         daemon.wait_for(State.READY)
         yield daemon
     finally:
-        daemon.kill()
+        try:
+            daemon.stop()
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            raise

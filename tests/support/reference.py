@@ -19,7 +19,7 @@ def dequantise(values: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[
     fp8 = values.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     factor = np.where(scales == 255, np.nan, np.exp2(scales.astype(np.float64) - 127))
     exact = fp8 * np.repeat(factor, 32, axis=1)
-    # Every product fits float32 exactly or is below its range by less than bfloat16 can tell.
+    # Four significant bits at most, so float32 holds every product exactly, or as infinity.
     with np.errstate(over="ignore"):
         rounded = exact.astype(np.float32).astype(ml_dtypes.bfloat16)
     bits = rounded.view(np.uint16).copy()

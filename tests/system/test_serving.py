@@ -105,7 +105,7 @@ def test_with_per_node_any_world_size_reads_the_checkpoints_rows(backing: str, f
                 assert len(verified) == world_size
                 assert min(verified) > 0
             assert daemon.stop() == 0
-        assert left_behind(folder) == []
+            assert daemon.names_left() == []
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
@@ -125,14 +125,7 @@ def test_with_replication_none_the_shards_add_up_to_the_checkpoints_rows(
             verified = run_ranks(tp_size, ask_everything, daemon.endpoint, str(checkpoint))
             assert min(verified) > 0
             assert daemon.stop() == 0
-        assert left_behind(folder) == []
-
-
-def left_behind(folder: Path) -> list[str]:
-    """Names a stopped daemon should have removed."""
-    sockets = [p.name for p in (folder / "run").iterdir() if not p.name.endswith(".lock")]
-    segments = [p.name for p in Path("/dev/shm").glob("engram-*")]
-    return sockets + segments + [p.name for p in folder.glob("tmpfs/*")]
+            assert daemon.names_left() == []
 
 
 def test_the_dummy_format_gives_the_rows_that_its_generator_names(folder: Path) -> None:

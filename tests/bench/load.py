@@ -1,6 +1,6 @@
 """How fast a load is beside a plain copy of the same bytes, and how much memory it takes.
 
-    python -m benchmarks.load [--gib 2]
+    python -m tests.bench.load [--gib 2]
 
 Three arms in one run, with the same threads and chunks, from the page cache into populated memory that is
 there before the clock starts: a plain copy of the file's bytes, the load without digests, and with them. The
