@@ -58,7 +58,6 @@ def test_families_have_a_docstring_and_no_message_of_their_own() -> None:
         "MessageError",
         "CudaError",
         "UseError",
-        "CudaError",
     }
     assert all(kind.__doc__ and not kind.template for kind in BASES)
 
