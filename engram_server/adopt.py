@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engram_client.errors import AdoptionRefused, DigestMismatch, EngramError
-from engram_client.protocol import ResolvedOptions, SegmentInfo
+from engram_client.protocol import Backing, Placement, ResolvedOptions, SegmentInfo
 from engram_server import checker, origin
 from engram_server.config import Config
 from engram_server.keep import NAMED, Kept
@@ -29,8 +29,11 @@ from engram_server.segments import Segment, adopt_segment
 
 log = logging.getLogger(__name__)
 
-_FREE_TO_DIFFER = ("nbytes", "page_bytes", "fabric")
+_FREE_TO_DIFFER = frozenset({"nbytes", "page_bytes", "fabric"})
 """Fields of a segment that follow from the pages it once got, not from the configuration."""
+CHEAP_TO_MAP = (Backing.MEMFD, *NAMED)
+"""Memory that a check maps in no time. The CUDA driver takes seconds, and a context for GPU memory: that is
+checked when the daemon is ready."""
 
 
 @dataclass
@@ -105,20 +108,26 @@ def _take_table(infos: Sequence[SegmentInfo], fds: dict[str, int], manifest: Man
     return taken
 
 
-def compare(manifest: Manifest, plan: Plan) -> None:
-    """Raises AdoptionRefused, naming what differs, unless `plan` would make the segments of `manifest`."""
-    refused = "what was kept"
+def fitted(plan: Plan, manifest: Manifest, config: Config) -> Plan:
+    """`plan` with the segments of `manifest` for its own, which may have got other pages, and under backing
+    "auto" be of another memory, than a load would choose now.
+
+    Raises AdoptionRefused, naming what differs, where the rows or their places would be others.
+    """
+    what = "what was kept"
     if differing := _differing(manifest.options, plan.options):
-        raise AdoptionRefused(what=refused, reason=", ".join(differing))
+        raise AdoptionRefused(what=what, reason=", ".join(differing))
     if tuple(table.geometry for table in manifest.tables) != plan.tables:
-        raise AdoptionRefused(what=refused, reason="the checkpoint's tables have another shape")
-    before = [_shape(segment) for table in manifest.tables for segment in table.segments]
-    if before != [_shape(segment) for segment in plan.segments]:
-        raise AdoptionRefused(what=refused, reason="the segments of this configuration are others")
-    for table in manifest.tables:
-        for segment in table.segments:
-            if not _covers(manifest.result.pieces.get(segment.id, ()), segment):
-                raise AdoptionRefused(what=f"segment {segment.id}", reason="its digests do not cover its rows")
+        raise AdoptionRefused(what=what, reason="the checkpoint's tables have another shape")
+    before = tuple(segment for table in manifest.tables for segment in table.segments)
+    chosen = config.host.backing == "auto" and plan.options.placement is Placement.CPU
+    free = _FREE_TO_DIFFER | {"backing"} if chosen else _FREE_TO_DIFFER
+    if [_shape(segment, free) for segment in before] != [_shape(segment, free) for segment in plan.segments]:
+        raise AdoptionRefused(what=what, reason="the segments of this configuration are others")
+    for segment in before:
+        if not _covers(manifest.result.pieces.get(segment.id, ()), segment):
+            raise AdoptionRefused(what=f"segment {segment.id}", reason="its digests do not cover its rows")
+    return msgspec.structs.replace(plan, segments=before, needed_bytes=sum(segment.nbytes for segment in before))
 
 
 def _covers(pieces: Sequence[PieceDigest], info: SegmentInfo) -> bool:
@@ -138,17 +147,18 @@ def _differing(before: ResolvedOptions, now: ResolvedOptions) -> list[str]:
     ]
 
 
-def _shape(info: SegmentInfo) -> dict[str, object]:
-    return {name: getattr(info, name) for name in info.__struct_fields__ if name not in _FREE_TO_DIFFER}
+def _shape(info: SegmentInfo, free: frozenset[str]) -> dict[str, object]:
+    return {name: getattr(info, name) for name in info.__struct_fields__ if name not in free}
 
 
 async def spot_check(adoption: Adoption, threads: int) -> None:
-    """Digests one piece of each segment again. Tables with damage leave `adoption`, their segments discarded.
-
-    Raises what `checker.check` raises.
-    """
+    """Digests one piece of each segment that is CHEAP_TO_MAP again. Tables with damage leave `adoption`, their
+    segments discarded. Raises what `checker.check` raises."""
+    segments = [segment for segment in adoption.segments if segment.info.backing in CHEAP_TO_MAP]
+    if not segments:
+        return
     few = checker.a_few(adoption.result.pieces)
-    checked = await checker.check(adoption.segments, few, threads=threads, gentle=False)
+    checked = await checker.check(segments, few, threads=threads, gentle=False)
     drop_damaged(adoption, [failed.error() for failed in checked.damage])
     log.info("digests of %d bytes are as loaded (%.2f s); the rest follows", checked.nbytes, checked.seconds)
 

@@ -16,21 +16,22 @@ from collections.abc import Callable
 
 from engram_client.errors import EngramError, InternalError
 from engram_client.layout import ROW_BYTES
-from engram_client.mapping.hostmem import HostMapping
-from engram_client.protocol import Failed, LoadProgress, SegmentInfo
-from engram_server.fill import Target
-from engram_server.load_child import be_killed_first, die_with_parent
+from engram_client.protocol import Failed, LoadProgress
+from engram_server.load_child import be_killed_first, die_with_parent, open_target
 from engram_server.load_job import Checked, CheckOrder, ProgressUpdate, frame, receive_message
-from engram_server.verify import Readable, damage
+from engram_server.verify import damage
 
 _PROGRESS_EVERY_S = 0.2
 _GENTLE_NICENESS = 19
 
 
 def check(order: CheckOrder, on_progress: Callable[[int, int], None]) -> Checked:
-    """Raises MapFailed."""
+    """Raises MapFailed or a CudaError."""
     started = time.monotonic()
-    mapped = {info.id: _readable(info, fd) for info, fd in zip(order.segments, order.fds, strict=True)}
+    # Never unmapped: the mappings end with this process.
+    mapped = {
+        info.id: open_target(info, fd, writable=False) for info, fd in zip(order.segments, order.fds, strict=True)
+    }
     work = [(mapped[name], piece) for name, pieces in order.pieces.items() for piece in pieces]
     total = sum((piece.row_stop - piece.row_start) * ROW_BYTES for _, piece in work)
     done, due, lock = 0, started + _PROGRESS_EVERY_S, threading.Lock()
@@ -47,11 +48,6 @@ def check(order: CheckOrder, on_progress: Callable[[int, int], None]) -> Checked
     return Checked(
         nbytes=total, seconds=time.monotonic() - started, damage=tuple(Failed.of(mismatch) for mismatch in found)
     )
-
-
-def _readable(info: SegmentInfo, fd: int) -> Readable:
-    # Never unmapped: the mapping ends with this process.
-    return Target(info, HostMapping(fd, info.nbytes, False, info.page_bytes, info.id), fd)
 
 
 def main() -> int:

@@ -12,15 +12,15 @@ from engram_client.identity import TableIdentity
 from engram_client.layout import ModelGeometry, parse_model_geometry
 from engram_client.protocol import LoadProgress, State, TableInfo
 from engram_server import adopt, gpus, origin
+from engram_server.bring_up import allocate_and_load
 from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import Config
 from engram_server.keep import Keeper
 from engram_server.load_job import LoadResult, make_job
-from engram_server.loader import load
 from engram_server.machine import Machine
 from engram_server.manifest import MANIFEST_VERSION, Manifest
 from engram_server.plan import Plan, make_plan
-from engram_server.segments import Segment, create_segments
+from engram_server.segments import Segment
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Holding:
             checking = asyncio.ensure_future(adopt.spot_check(adoption, self._threads))
             try:
                 plan = await asyncio.to_thread(self._plan_for, kept.manifest)
-                adopt.compare(kept.manifest, plan)
+                plan = adopt.fitted(plan, kept.manifest, self._config)
                 await checking
             finally:
                 checking.cancel()
@@ -134,11 +134,10 @@ class Holding:
         if sources is not None:
             wanted = {table.layer_id for table in plan.tables}
             sources = tuple(source for source in sources if source.geometry.layer_id in wanted)
-        segments = await asyncio.to_thread(create_segments, plan, self._tag)
-        self.segments |= {segment.info.id: segment for segment in segments}
         enter(State.LOADING)
-        result = await load(make_job(plan, self._config, sources, os.cpu_count() or 1), segments, on_progress)
-        for segment in segments:
+        job = make_job(plan, self._config, sources, os.cpu_count() or 1)
+        result = await allocate_and_load(plan, self._tag, job, self.segments, on_progress)
+        for segment in self.segments.values():
             segment.seal()
         _log_loaded(result)
         self.result = result if adoption is None else adopt.merge(adoption, result)
@@ -171,7 +170,7 @@ class Holding:
 
     def _make_plan(self, model: ModelGeometry, check_resources: bool) -> Plan:
         machine = Machine.read(folder=self._config.host.path)
-        return make_plan(self._config, model, machine, gpus.count(), check_resources=check_resources)
+        return make_plan(self._config, model, machine, gpus.read(self._config), check_resources=check_resources)
 
     def _accept(self, plan: Plan) -> None:
         self.plan = plan

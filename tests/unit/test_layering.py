@@ -19,7 +19,16 @@ VOCABULARY = ("", ".protocol", ".endpoint", ".errors", ".layout", ".identity", "
 
 LOADER_CHILD = frozenset(
     f"engram_server.{name}"
-    for name in ("load_child", "check_child", "fill", "reader", "verify", "generate", "make_checkpoint")
+    for name in (
+        "load_child",
+        "check_child",
+        "device_target",
+        "fill",
+        "reader",
+        "verify",
+        "generate",
+        "make_checkpoint",
+    )
 )
 """Modules of the loader child (and of the tool that makes checkpoints): they use numpy, and nothing that the
 daemon imports may import them."""
