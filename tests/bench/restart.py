@@ -77,9 +77,7 @@ def _start(folder: Path, way: str, manager: ServiceManager | None, keep: str) ->
     }
     if manager is None:
         return Daemon(folder, config)
-    return Daemon(
-        folder, config, wrapper=manager.wrapper(), environ=manager.environ(), pass_fds=manager.descriptors()
-    )
+    return Daemon(folder, config, wrapper=manager.wrapper(), environ=manager.environ(), pass_fds=manager.descriptors())
 
 
 def _until_ready_ms(daemon: Daemon) -> float:
