@@ -501,6 +501,13 @@ class ServerGone(ConnectError):
     template = "the daemon behind this lease is gone; the mapped tables stay readable, attach again for a new lease"
 
 
+class Evicted(ConnectError):
+    template = (
+        "lease {lease} was ended by engram-ctl evict; the mapped tables stay readable, attach again for a new lease"
+    )
+    lease: int
+
+
 class ServerDraining(ConnectError):
     template = "the daemon is shutting down and takes no new clients; wait for the next one"
 

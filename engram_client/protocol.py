@@ -5,7 +5,7 @@ map whose "type" names the message. Unknown fields, unknown types, wrong types a
 refused. `v` is read first, so that two versions tell each other what they are instead of failing to parse.
 
     control socket (ZeroMQ)         Status -> StatusReply;  Attach -> Progress* -> Attached;  any -> Failed
-    handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors;  any -> Failed
+    handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors, then Beat*;  any -> Failed
 
 The handover connection is opened first and, once its tickets are redeemed, is the client's lease: the kernel
 closes it when the client dies.
@@ -47,6 +47,8 @@ MAX_FDS_PER_MESSAGE: Final = 253
 """SCM_MAX_FD of the Linux kernel: one more is EINVAL."""
 TICKET_BYTES: Final = 32
 TICKET_LIFETIME_S: Final = 10.0
+BEAT_INTERVAL_S: Final = 5.0
+"""How often an attached client shows that its process runs."""
 
 
 class Placement(enum.StrEnum):
@@ -161,6 +163,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: str
     layers: tuple[int, ...]
     age_s: float
+    last_seen_s: float
+    """Seconds since its process last gave a sign of life: many times BEAT_INTERVAL_S mean that it hangs."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -273,6 +277,10 @@ class Redeem(_Message, frozen=True, tag="redeem"):
     ticket: bytes
 
 
+class Beat(_Message, frozen=True, tag="beat"):
+    """An attached client's sign of life. Not answered."""
+
+
 class Granted(_Message, frozen=True, tag="granted"):
     """Descriptors, in the order of `segments`; `last` closes the series. From then on this is the lease."""
 
@@ -283,15 +291,15 @@ class Granted(_Message, frozen=True, tag="granted"):
 
 Request = Attach | Status
 Reply = Progress | Attached | StatusReply | Failed
-HandoverRequest = Redeem
+HandoverRequest = Redeem | Beat
 HandoverReply = Greeting | Granted | Failed
 AnyMessage = Request | Reply | HandoverRequest | HandoverReply
 
 _KNOWN: Final = frozenset(
     kind.__struct_config__.tag
-    for kind in (Attach, Status, Progress, Attached, StatusReply, Failed, Greeting, Redeem, Granted)
+    for kind in (Attach, Status, Progress, Attached, StatusReply, Failed, Greeting, Redeem, Beat, Granted)
 )
-_BY_CLIENT: Final = frozenset({Attach, Status, Redeem})
+_BY_CLIENT: Final = frozenset({Attach, Status, Redeem, Beat})
 _M = TypeVar("_M")
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from engram_client.control import query_status
 from engram_client.errors import EXIT_OK, EngramError
-from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
+from engram_client.protocol import BEAT_INTERVAL_S, DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
 from engram_server.config import load_config
 
@@ -107,7 +107,7 @@ def print_status(reply: StatusReply) -> None:
             info.id, f"{info.shard.rows:,}", gib(info.nbytes), info.backing, f"{coverage:.0f} %", root[:16]
         )
     console.print(segments)
-    clients = Table("lease", "name", "pid", "uid", "rank", "device", "layers", "age", title="clients")
+    clients = Table("lease", "name", "pid", "uid", "rank", "device", "layers", "age", "seen", title="clients")
     for lease in reply.leases:
         clients.add_row(
             str(lease.id),
@@ -118,8 +118,14 @@ def print_status(reply: StatusReply) -> None:
             lease.device,
             ", ".join(map(str, lease.layers)),
             f"{lease.age_s:.0f} s",
+            _seen(lease.last_seen_s),
         )
     console.print(clients)
+
+
+def _seen(seconds: float) -> str:
+    """How long ago; a process that missed three signs of life hangs, or is stopped."""
+    return f"{seconds:.0f} s ago" + (" [red](hangs?)[/]" if seconds > 3 * BEAT_INTERVAL_S else "")
 
 
 def gib(nbytes: int) -> str:

@@ -19,11 +19,12 @@ from engram_client.errors import AccessDenied, EngramError, MalformedMessage, No
 from engram_client.protocol import (
     MAX_FDS_PER_MESSAGE,
     MAX_HANDOVER_BYTES,
+    Beat,
     Failed,
     Granted,
     Greeting,
     HandoverReply,
-    Redeem,
+    HandoverRequest,
     decode,
     encode,
 )
@@ -123,6 +124,9 @@ class Handover:
             messages.append((granted, [self._descriptor_of(name) for name in part]))
         return lease, messages
 
+    def seen(self, lease: Lease) -> None:
+        self._leases.seen(lease)
+
     def forget(self, connection: _Connection, lease: Lease | None) -> None:
         self._connections.discard(connection)
         if lease is not None:
@@ -171,14 +175,22 @@ class _Connection:
         try:
             if flags & socket.MSG_TRUNC or ancillary:
                 raise MalformedMessage(problem="the message is too long, or came with descriptors")
-            request: Redeem = decode(frame, Redeem, limit=MAX_HANDOVER_BYTES)[1]
-            if self._lease is not None:
-                raise NotAllowedNow(request="redeem", state="leased to this connection")
-            self._grant(request.ticket)
+            request: HandoverRequest = decode(frame, HandoverRequest, limit=MAX_HANDOVER_BYTES)[1]
+            self._obey(request)
         except EngramError as error:
             log.warning("pid %d on the descriptor socket: %s", self._peer.pid, error)
             self.send(Failed.of(error))
             self.close()
+
+    def _obey(self, request: HandoverRequest) -> None:
+        if isinstance(request, Beat):
+            if self._lease is None:
+                raise NotAllowedNow(request="beat", state="without a lease on this connection")
+            self._owner.seen(self._lease)
+            return
+        if self._lease is not None:
+            raise NotAllowedNow(request="redeem", state="leased to this connection")
+        self._grant(request.ticket)
 
     def _grant(self, ticket: bytes) -> None:
         self._lease, messages = self._owner.redeem(ticket, self._peer)

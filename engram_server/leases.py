@@ -52,6 +52,7 @@ class Leases:
         self._now = now
         self._tickets: dict[bytes, tuple[float, Grant]] = {}
         self._leases: dict[int, Lease] = {}
+        self._seen: dict[int, float] = {}
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -80,10 +81,16 @@ class Leases:
         self._last_id += 1
         lease = Lease(self._last_id, entry[1], peer, self._now())
         self._leases[lease.id] = lease
+        self._seen[lease.id] = lease.since
         return lease
+
+    def seen(self, lease: Lease) -> None:
+        """The holder has given a sign of life."""
+        self._seen[lease.id] = self._now()
 
     def release(self, lease: Lease) -> None:
         self._leases.pop(lease.id, None)
+        self._seen.pop(lease.id, None)
 
     def snapshot(self) -> tuple[LeaseStatus, ...]:
         now = self._now()
@@ -99,6 +106,7 @@ class Leases:
                 device=lease.grant.device,
                 layers=lease.grant.layers,
                 age_s=now - lease.since,
+                last_seen_s=now - self._seen[lease.id],
             )
             for lease in self._leases.values()
         )
