@@ -559,6 +559,30 @@ class TooManyClients(ConnectError):
     limit: int
 
 
+class TableDamaged(ConnectError):
+    """A check found rows that are not those that were loaded. Ranks that are attached are not told: see status."""
+
+    template = (
+        "the table of layer {layer_id} is damaged in memory (segment {segment}); restart the daemon: it loads that "
+        "table again"
+    )
+    layer_id: int
+    segment: str
+
+
+class NotPermitted(ConnectError):
+    template = "{request} is for the daemon's own user (uid {owner}) or root: {problem}"
+    request: str
+    owner: int
+    problem: str
+
+
+class UnknownLease(ConnectError):
+    template = "there is no lease {lease}; the leases held are {held}"
+    lease: int
+    held: list[int]
+
+
 class DeviceUnsupported(ConnectError):
     template = 'lookups on device {device!r} are not supported by this version of the client; use device "cpu"'
     device: str

@@ -26,6 +26,8 @@ from engram_client.errors import (
 from engram_client.protocol import (
     MAX_FDS_PER_MESSAGE,
     MAX_HANDOVER_BYTES,
+    Authorize,
+    Authorized,
     Beat,
     Failed,
     Granted,
@@ -113,6 +115,18 @@ class HandoverConnection:
         except ValueError:  # another thread has closed it this moment
             return False
         return not poller.poll(0)  # POLLHUP and POLLERR come unasked
+
+    def authorize(self, timeout: float) -> bytes:
+        """A permit for one request of the daemon's owner.
+
+        Raises NotPermitted, TransferCut, ConnectTimeout or MalformedMessage.
+        """
+        doing = "asking for a permit"
+        _send(self._socket, encode(Authorize(), limit=MAX_HANDOVER_BYTES), doing)
+        message, _ = _receive(self._socket, time.monotonic() + timeout, timeout, doing, 0)
+        if not isinstance(message, Authorized):
+            raise MalformedMessage(problem=f"a {type(message).__name__} instead of a permit")
+        return message.permit
 
     def beat(self) -> None:
         """Tells the daemon that this process runs. Raises nothing: an end of the connection shows by itself."""

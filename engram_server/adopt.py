@@ -94,6 +94,8 @@ def _take_table(infos: Sequence[SegmentInfo], fds: dict[str, int], manifest: Man
     taken: list[Segment] = []
     for info in infos:
         try:
+            if info.id in manifest.damaged:
+                raise AdoptionRefused(what=f"segment {info.id}", reason="a check found it damaged")
             if info.id not in manifest.result.pieces:
                 raise AdoptionRefused(what=f"segment {info.id}", reason="the manifest has no digests of it")
             if info.backing not in NAMED and info.id not in fds:

@@ -1,4 +1,4 @@
-"""`engram-ctl`: look at a daemon, make a checkpoint to try it on."""
+"""`engram-ctl`: look at a daemon, ask things of it, make a checkpoint to try it on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engram_client.errors import EXIT_OK, EngramError
 from engram_client.protocol import BEAT_INTERVAL_S, DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
 from engram_server.config import load_config
+from engram_server.ctl_owner import add_commands
 
 DEFAULT_VOCAB = 20_000
 
@@ -43,11 +44,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
 
-    purge = commands.add_parser(
-        "purge", help="free tables that a daemon which does not run any more has left in memory"
-    )
-    purge.add_argument("--config", metavar="FILE", required=True, help="the engram.json of that daemon")
-    purge.set_defaults(run=_purge)
+    add_commands(commands)
 
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")
     make.add_argument("folder", metavar="DIR", help="a new or empty folder")
@@ -91,6 +88,10 @@ def print_status(reply: StatusReply) -> None:
     if reply.load is not None and reply.state == "loading":
         share = 100 * reply.load.done_bytes / max(reply.load.total_bytes, 1)
         console.print(f"{reply.load.phase}: {share:.0f} % of {gib(reply.load.total_bytes)}")
+    if reply.check is not None:
+        console.print(f"latest check: {reply.check.state} {'; '.join(reply.check.damage)}{reply.check.problem or ''}")
+    if reply.outlook:
+        console.print(reply.outlook)
     if reply.options is not None:
         chosen = reply.options
         console.print(
@@ -131,22 +132,6 @@ def _seen(seconds: float) -> str:
 def gib(nbytes: int) -> str:
     """Bytes as a person reads them."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _purge(options: argparse.Namespace) -> int:
-    """Raises AlreadyRunning when the daemon runs."""
-    from engram_server.keep import purge  # brings posix_ipc
-    from engram_server.sockets import EndpointLock
-
-    config = load_config(options.config, None, os.environ).config
-    lock = EndpointLock(config.control)
-    try:
-        removed = purge(config)
-    finally:
-        lock.release()
-    for path in removed:
-        print(f"removed {path}")
-    return EXIT_OK
 
 
 def _make_checkpoint(options: argparse.Namespace) -> int:

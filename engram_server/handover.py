@@ -15,10 +15,20 @@ import socket
 import struct
 from collections.abc import Callable
 
-from engram_client.errors import AccessDenied, EngramError, MalformedMessage, NotAllowedNow, TooManyClients
+from engram_client.errors import (
+    AccessDenied,
+    EngramError,
+    Evicted,
+    MalformedMessage,
+    NotAllowedNow,
+    NotPermitted,
+    TooManyClients,
+)
 from engram_client.protocol import (
     MAX_FDS_PER_MESSAGE,
     MAX_HANDOVER_BYTES,
+    Authorize,
+    Authorized,
     Beat,
     Failed,
     Granted,
@@ -30,6 +40,7 @@ from engram_client.protocol import (
 )
 from engram_server.config import ControlConfig
 from engram_server.leases import Lease, Leases, Peer
+from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +59,7 @@ class Handover:
         control: ControlConfig,
         epoch: str,
         leases: Leases,
+        permits: Tickets[Peer],
         descriptor_of: Callable[[str], int],
     ) -> None:
         self._listener = listener
@@ -56,6 +68,7 @@ class Handover:
         self._gids = frozenset(control.gids)
         self._epoch = epoch
         self._leases = leases
+        self._permits = permits
         self._descriptor_of = descriptor_of
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
@@ -124,6 +137,22 @@ class Handover:
             messages.append((granted, [self._descriptor_of(name) for name in part]))
         return lease, messages
 
+    def authorize(self, peer: Peer) -> bytes:
+        """A permit for one request of the owner. Raises NotPermitted for anyone else."""
+        owner = os.geteuid()
+        if peer.uid not in (0, owner):
+            raise NotPermitted(request="authorize", owner=owner, problem=f"uid {peer.uid} asked")
+        return self._permits.issue(peer)
+
+    def evict(self, lease_id: int) -> None:
+        """Ends a lease, after telling its holder. Raises UnknownLease."""
+        lease = self._leases.held(lease_id)
+        for connection in list(self._connections):
+            if connection.lease is lease:
+                log.warning("evicting lease %d (pid %d)", lease.id, lease.peer.pid)
+                connection.send(Failed.of(Evicted(lease=lease_id)))
+                connection.close()
+
     def seen(self, lease: Lease) -> None:
         self._leases.seen(lease)
 
@@ -182,7 +211,14 @@ class _Connection:
             self.send(Failed.of(error))
             self.close()
 
+    @property
+    def lease(self) -> Lease | None:
+        return self._lease
+
     def _obey(self, request: HandoverRequest) -> None:
+        if isinstance(request, Authorize):
+            self.send(Authorized(permit=self._owner.authorize(self._peer)))
+            return
         if isinstance(request, Beat):
             if self._lease is None:
                 raise NotAllowedNow(request="beat", state="without a lease on this connection")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+import msgspec
 
 from engram_client.errors import AdoptError, CheckpointError, InternalError, LoaderDied, MapFailed
 from engram_client.identity import TableIdentity
@@ -40,6 +42,7 @@ class Holding:
         self.tables: tuple[TableInfo, ...] = ()
         self.adopted = False
         """Whether nothing had to be loaded."""
+        self._manifest: Manifest | None = None
 
     def __repr__(self) -> str:
         return f"<Holding of {len(self.tables)} tables, {len(self.segments)} segments>"
@@ -59,6 +62,7 @@ class Holding:
         else:
             manifest = await self._load(adoption, enter, on_progress)
             self._keeper.keep(manifest, list(self.segments.values()))
+        self._manifest = manifest
         for table in self.tables:
             log.info("layer %d: %d rows, root %s", table.geometry.layer_id, table.geometry.rows, table.identity.root)
 
@@ -69,6 +73,20 @@ class Holding:
                 segment.close()
             else:
                 segment.discard()
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Ids of segments that a check has found damaged."""
+        return frozenset(self._manifest.damaged if self._manifest else ())
+
+    def mark_damaged(self, names: Collection[str]) -> None:
+        """The next daemon loads the tables of these segments again, however it came to its end."""
+        if self._manifest is None or not names:
+            return
+        damaged = tuple(sorted(self.damaged | set(names)))
+        self._manifest = msgspec.structs.replace(self._manifest, damaged=damaged)
+        if self._keeper.kept:
+            self._keeper.keep(self._manifest, list(self.segments.values()))
 
     # Taking over
 

@@ -108,6 +108,12 @@ class Keeper:
         if not self.kept:
             self.forget(None)
 
+    def let_go(self) -> None:
+        """What is served will not be kept after all: it ends with this daemon."""
+        self.kept = False
+        self._remove_manifests()
+        self.outlook = "a restart loads the tables again: its memory was given up"
+
     def _keep_by_name(self, manifest: Manifest) -> None:
         problems = []
         for path in self._paths:

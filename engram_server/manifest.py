@@ -47,6 +47,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """With identity and segments: sizes, shards, row formats, page sizes, backing."""
     result: LoadResult
     """Digests of every piece, huge pages, and the report of the load."""
+    damaged: tuple[str, ...] = ()
+    """Ids of segments that a check has found damaged: never taken over."""
 
 
 def encode(manifest: Manifest) -> bytes:

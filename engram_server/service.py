@@ -1,6 +1,6 @@
 """The daemon's life: own the endpoint, plan, load, serve, drain.
 
-    STARTING -> LOADING -> READY -> DRAINING
+    STARTING -> LOADING -> READY -> DEGRADED -> DRAINING      (all of them: state.py)
          any of these -> FAILED, whose error is the exit code
 
 Sockets come first, so that clients can wait for the load and hear why it failed.
@@ -14,11 +14,23 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
-from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
+from engram_client.errors import (
+    EXIT_OK,
+    EngramError,
+    InternalError,
+    LoadFailed,
+    NotAllowedNow,
+    NotPermitted,
+    ServerDraining,
+)
 from engram_client.protocol import (
     Attach,
+    Done,
+    Drain,
+    Evict,
     Failed,
     LoadProgress,
     Progress,
@@ -26,20 +38,24 @@ from engram_client.protocol import (
     Request,
     SegmentStatus,
     State,
+    Status,
     StatusReply,
+    Verify,
     endpoint_tag,
 )
 from engram_client.version import VERSION
 from engram_server import attach, state
+from engram_server.background import BackgroundCheck
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
 from engram_server.fdstore import ServiceManager
 from engram_server.handover import Handover
 from engram_server.holding import Holding
 from engram_server.keep import Keeper
-from engram_server.leases import Leases
+from engram_server.leases import Leases, Peer
 from engram_server.progress import ProgressDisplay
 from engram_server.sockets import EndpointLock, listen_for_handover
+from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +78,18 @@ class Service:
         self._started = time.monotonic()
         self._tag = endpoint_tag(self._config.control.endpoint)
         self._leases = Leases(time.monotonic)
+        self._permits: Tickets[Peer] = Tickets(time.monotonic, "unused permits")
         self._waiting: dict[Asker, Attach] = {}
         self._keeper = Keeper(self._config, self._tag, self._manager)
         self._holding = Holding(self._config, self._tag, self._epoch, self._keeper)
+        self._check = BackgroundCheck(self._holding, self._on_damage)
+        self._handlers: dict[type[Request], Callable[[Asker, Any], Reply | None]] = {
+            Attach: self._on_attach,
+            Status: lambda asker, request: self._status(),
+            Verify: lambda asker, request: self._on_verify(),
+            Evict: lambda asker, request: self._on_evict(request),
+            Drain: lambda asker, request: self._on_drain(request),
+        }
         self._progress: LoadProgress | None = None
         self._failure: EngramError | None = None
         self._stop = asyncio.Event()
@@ -83,12 +108,14 @@ class Service:
 
     async def run(self) -> int:
         """Serves until `stop`. Returns EXIT_OK; raises the EngramError that ended the daemon."""
+        watchdog = asyncio.create_task(self._show_life(), name="watchdog")
         try:
             self._handover = Handover(
                 listen_for_handover(self._lock.handover_path, self._config.control),
                 self._config.control,
                 self._epoch,
                 self._leases,
+                self._permits,
                 lambda name: self._holding.segments[name].readable_fd,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
@@ -100,7 +127,15 @@ class Service:
             await self._fail(error)
             raise
         finally:
+            watchdog.cancel()
             await self._tear_down()
+
+    async def _show_life(self) -> None:
+        """Tells the service manager, twice in each of its intervals, that this loop turns."""
+        interval = self._manager.watchdog_s
+        while interval is not None:
+            self._manager.alive()
+            await asyncio.sleep(interval / 2)
 
     # Bringing the tables up
 
@@ -132,6 +167,8 @@ class Service:
             await self._holding.obtain(self._enter, report)
         log.info("%s", self._keeper.outlook)
         self._enter(State.READY)
+        if self._holding.adopted and self._config.load.verify != "off":
+            self._check.start(full=False)
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
 
@@ -152,15 +189,49 @@ class Service:
             stopping.cancel()
 
     def _handle(self, asker: Asker, request: Request) -> Reply | None:
-        if isinstance(request, Attach):
-            if self._state is State.DRAINING:
-                raise ServerDraining()
-            if self._state is State.FAILED:
-                raise self._load_failed()
-            if self._state in state.WAITS[Attach] and request.wait:
-                return self._wait(asker, request)
-            return self._answer_attach(request)
-        return self._status()
+        """Checks state.RULES, then does what is asked. Raises NotAllowedNow, NotPermitted and the request's own."""
+        rule = state.RULES[type(request)]
+        if self._state not in rule.answered | rule.waits:
+            self._refuse(request)
+        if rule.role is state.Role.OWNER and self._permits.take(getattr(request, "permit", b"")) is None:
+            problem = "the permit is unknown, used or expired"
+            raise NotPermitted(request=str(request.__struct_config__.tag), owner=os.geteuid(), problem=problem)
+        return self._handlers[type(request)](asker, request)
+
+    def _refuse(self, request: Request) -> NoReturn:
+        if isinstance(request, Attach) and self._state is State.DRAINING:
+            raise ServerDraining()
+        if isinstance(request, Attach) and self._state is State.FAILED:
+            raise self._load_failed()
+        raise NotAllowedNow(request=str(request.__struct_config__.tag), state=self._state.value)
+
+    def _on_attach(self, asker: Asker, request: Attach) -> Reply:
+        if self._state in state.RULES[Attach].waits and request.wait:
+            return self._wait(asker, request)
+        return self._answer_attach(request)
+
+    def _on_verify(self) -> Reply:
+        self._check.start()
+        return Done()
+
+    def _on_evict(self, request: Evict) -> Reply:
+        if self._handover is not None:
+            self._handover.evict(request.lease)
+        return Done()
+
+    def _on_drain(self, request: Drain) -> Reply:
+        log.info("asked to drain%s", " and to free all memory" if request.free else "")
+        if request.free:
+            self._keeper.let_go()
+        self.stop()
+        return Done()
+
+    def _on_damage(self, segments: set[str]) -> None:
+        """Ranks that are attached cannot be helped; no other is given damaged memory, nor is the next daemon."""
+        self._holding.mark_damaged(segments)
+        if State.DEGRADED in state.TRANSITIONS[self._state]:
+            self._enter(State.DEGRADED)
+        self._manager.status(f"degraded: {', '.join(sorted(segments))} damaged in memory, restart to load again")
 
     def _wait(self, asker: Asker, request: Attach) -> Reply:
         attach.check_wait(len(self._waiting), MAX_WAITING)
@@ -176,6 +247,7 @@ class Service:
                 self._holding.plan.options if self._holding.plan else None,
                 self._holding.tables,
                 self._leases,
+                self._holding.damaged,
             )
         except EngramError as error:
             return Failed.of(error)
@@ -202,6 +274,7 @@ class Service:
             failure=str(self._failure) if self._failure else None,
             adopted=holding.adopted,
             outlook=self._keeper.outlook,
+            check=self._check.status,
         )
 
     def _enter(self, reached: State) -> None:
@@ -249,6 +322,7 @@ class Service:
         return LoadFailed(cause_code=failure.code if failure else "", cause=str(failure))
 
     async def _tear_down(self) -> None:
+        await self._check.stop()
         if self._control is not None:
             await self._control.close()
         if self._handover is not None:
