@@ -35,17 +35,17 @@ from engram_client.protocol import (
 )
 from engram_client.version import VERSION
 from engram_server import attach, gpus, state
+from engram_server.bring_up import allocate_and_load
 from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
 from engram_server.handover import Handover
 from engram_server.leases import Leases
 from engram_server.load_job import LoadResult, make_job
-from engram_server.loader import load
 from engram_server.machine import Machine
 from engram_server.plan import Plan, make_plan
 from engram_server.progress import ProgressDisplay
-from engram_server.segments import Segment, create_segments, remove_stale
+from engram_server.segments import Segment, remove_stale
 from engram_server.sockets import EndpointLock, listen_for_handover
 
 log = logging.getLogger(__name__)
@@ -130,12 +130,11 @@ class Service:
             log.info("removed %s, which a daemon that died had left", path)
         model, sources = await asyncio.to_thread(self._read_source)
         machine = Machine.read(folder=self._config.host.path)
-        self._plan = make_plan(self._config, model, machine, gpus.count())
+        found = await asyncio.to_thread(gpus.read, self._config)  # the first call to a driver takes its time
+        self._plan = make_plan(self._config, model, machine, found)
         for remark in self._plan.remarks:
             log.warning("%s", remark)
         log.info("%s", self._plan.log_line)
-        segments = await asyncio.to_thread(create_segments, self._plan, self._tag)
-        self._segments = {segment.info.id: segment for segment in segments}
         self._enter(State.LOADING)
         job = make_job(self._plan, self._config, sources, machine.cpus)
         with ProgressDisplay() as display:
@@ -145,7 +144,8 @@ class Service:
                 display.show(progress)
                 self._tell_waiting(Progress(state=self._state, load=progress))
 
-            self._result = await load(job, segments, report)
+            self._result = await allocate_and_load(self._plan, self._tag, job, self._segments, report)
+        segments = list(self._segments.values())
         for segment in segments:
             segment.seal()
         self._tables = self._table_infos(segments, self._result)

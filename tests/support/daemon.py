@@ -91,7 +91,7 @@ class Daemon:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
             with contextlib.suppress(ConnectError):
-                reply = query_status(self.endpoint, timeout=0, handover=self.handover)
+                reply = query_status(self.endpoint, timeout=1.0, handover=self.handover)
                 return reply if reply.state == state else None
             return None
 

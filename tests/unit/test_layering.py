@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = ("", ".protocol", ".endpoint", ".errors", ".layout", ".identity", ".strict", ".api")
 
 LOADER_CHILD = frozenset(
-    f"engram_server.{name}" for name in ("load_child", "fill", "reader", "verify", "generate", "make_checkpoint")
+    f"engram_server.{name}"
+    for name in ("load_child", "device_target", "fill", "reader", "verify", "generate", "make_checkpoint")
 )
 """Modules of the loader child (and of the tool that makes checkpoints): they use numpy, and nothing that the
 daemon imports may import them."""
