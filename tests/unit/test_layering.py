@@ -18,10 +18,20 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = ("", ".protocol", ".endpoint", ".errors", ".layout", ".identity", ".strict", ".api")
 
 LOADER_CHILD = frozenset(
-    f"engram_server.{name}" for name in ("load_child", "fill", "reader", "verify", "generate", "make_checkpoint")
+    f"engram_server.{name}"
+    for name in (
+        "load_child",
+        "fill",
+        "reader",
+        "verify",
+        "generate",
+        "make_checkpoint",
+        "forecast",
+        "doctor",
+    )
 )
-"""Modules of the loader child (and of the tool that makes checkpoints): they use numpy, and nothing that the
-daemon imports may import them."""
+"""Modules of the loader child and of tools that do its work: they use numpy, and nothing that the daemon
+imports may import them."""
 
 
 def modules_of(package: str) -> list[str]:
