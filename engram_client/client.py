@@ -16,14 +16,13 @@ from engram_client.errors import (
     ConnectTimeout,
     DeviceUnsupported,
     ForkedClient,
-    MalformedMessage,
     RankInvalid,
     TransferCut,
     UnknownLayer,
 )
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
-from engram_client.mapping.hostmem import HostMapping
+from engram_client.mapping.segments import CpuMapping, map_for_cpu
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
     Attach,
@@ -104,24 +103,13 @@ def _attach(
     raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
-def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, HostMapping]:
+def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, CpuMapping]:
     """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none."""
-    mappings: dict[str, HostMapping] = {}
     try:
-        for segment in (segment for table in tables for segment in table.segments):
-            if segment.id not in descriptors:
-                raise MalformedMessage(problem=f"no descriptor for segment {segment.id}")
-            mappings[segment.id] = HostMapping(
-                descriptors[segment.id], segment.nbytes, page_bytes=segment.page_bytes, name=segment.id
-            )
-    except BaseException:
-        for mapping in mappings.values():
-            mapping.close()
-        raise
+        return map_for_cpu([segment for table in tables for segment in table.segments], descriptors)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
-    return mappings
 
 
 class MappedClient:
@@ -134,7 +122,7 @@ class MappedClient:
         world_size: int,
         attached: Attached,
         lease: HandoverConnection,
-        mappings: dict[str, HostMapping],
+        mappings: dict[str, CpuMapping],
         group: ProcessGroup | None,
         strict: bool,
     ) -> None:

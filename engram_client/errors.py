@@ -151,6 +151,21 @@ class NoGpu(ConfigError):
     problem: str
 
 
+class GpuNotFound(ConfigError):
+    template = "no GPU {device} here; this process sees {present}: check CUDA_VISIBLE_DEVICES and the container's GPUs"
+    device: str
+    present: list[str]
+
+
+class TooFewGpus(ConfigError):
+    template = (
+        "this node holds {ranks} ranks and has {gpus} GPUs to put their shards on; lower tp_size, raise nnodes, "
+        'or set "placement": "cpu"'
+    )
+    ranks: int
+    gpus: int
+
+
 class Unsupported(ConfigError):
     """The configuration is sound, but this version of the daemon cannot do it."""
 
@@ -205,6 +220,28 @@ class NotEnoughHugePages(ResourceError):
     )
     needed: int
     available: int
+
+
+class NotEnoughGpuMemory(ResourceError):
+    """`needed` and `free` are bytes, in the order of `gpus`."""
+
+    template = (
+        "GPUs {gpus} are short of memory: needed {needed} bytes, free {free}; end what else uses them, split over more "
+        'GPUs, or set "placement": "cpu"'
+    )
+    gpus: list[str]
+    needed: list[int]
+    free: list[int]
+
+
+class PeerAccessMissing(ResourceError):
+    template = (
+        "GPU {device} cannot read GPU {peer}'s memory ({reason}); use GPUs that are linked (nvidia-smi topo -p2p r), "
+        'or set "lookup": "collective"'
+    )
+    device: str
+    peer: str
+    reason: str
 
 
 class BackingUnavailable(ResourceError):
@@ -614,3 +651,74 @@ class CountsInvalid(UseError):
     template = "counts {found} do not fit: expected {expected}"
     found: str
     expected: str
+
+
+# CUDA
+
+
+class CudaError(EngramError):
+    """Base of what goes wrong between a rank and CUDA."""
+
+
+class CudaUnavailable(CudaError):
+    """CUDA is not there at all, or not a version that can be used."""
+
+    template = "CUDA cannot be used here: {problem}; {remedy}"
+    problem: str
+    remedy: str
+
+
+class CudaCallFailed(CudaError):
+    """A driver call failed; `name` is the driver's own name of the code."""
+
+    template = "{call} failed with {name} ({meaning}); {remedy}"
+    call: str
+    name: str
+    meaning: str
+    remedy: str
+
+
+class KernelCompileFailed(CudaError):
+    template = "NVRTC {nvrtc} cannot compile the lookup kernels for {arch}: {log}; {remedy}"
+    nvrtc: str
+    arch: str
+    log: str
+    remedy: str
+
+
+class NoDriver(CudaError):
+    """No driver, or one that finds no GPU."""
+
+    template = (
+        "there is no usable CUDA driver here: {problem}; install the NVIDIA driver, or run the container with GPUs"
+    )
+    problem: str
+
+
+class RegistrationFailed(CudaError):
+    """Host memory could not be made readable for the GPU. Nothing of the segment stayed registered."""
+
+    template = (
+        "registering bytes {start} to {stop} of segment {segment} for GPU {device} failed with {name}; all of it was "
+        "undone: {remedy}"
+    )
+    segment: str
+    device: int
+    start: int
+    stop: int
+    name: str
+    remedy: str
+
+
+class AddressesScattered(CudaError):
+    """The driver gave registered ranges addresses that are not contiguous: rows across a border would be wrong."""
+
+    template = (
+        "segment {segment} is at {expected:#x} for GPU {device} and its byte {offset} at {found:#x}, out of line; "
+        'update the driver, or set host.backing to "cuda_host"'
+    )
+    segment: str
+    device: int
+    offset: int
+    expected: int
+    found: int

@@ -107,6 +107,11 @@ class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     row_format: RowFormat
     page_bytes: int
     """Page size the mapping should be aligned to."""
+    device: str | None = None
+    """UUID of the GPU whose memory it is ("GPU-..."); None for host memory. Never an ordinal: processes see
+    different ones."""
+    fabric: bytes | None = None
+    """FABRIC handle of GPU memory, for ranks of other nodes in the NVLink domain; None where there is none."""
 
 
 class TableInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

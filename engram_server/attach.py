@@ -13,7 +13,7 @@ from engram_client.errors import (
     UnknownLayer,
 )
 from engram_client.identity import TableIdentity
-from engram_client.protocol import Attach, Attached, Replication, ResolvedOptions, State, TableInfo
+from engram_client.protocol import Attach, Attached, Lookup, Placement, Replication, ResolvedOptions, State, TableInfo
 from engram_server import state
 from engram_server.leases import Grant, Leases
 
@@ -43,9 +43,11 @@ def answer(
         raise TpSizeMismatch(client=request.world_size, server=options.tp_size)
     chosen = _choose(request, tables)
     _demand(request, chosen)
+    # A peer read maps the shards of all ranks of this node; otherwise a rank gets its own.
+    every = options.placement is Placement.GPU and options.lookup is Lookup.PEER_READ
     handed = tuple(
         msgspec.structs.replace(
-            table, segments=tuple(s for s in table.segments if s.rank is None or s.rank == request.rank)
+            table, segments=tuple(s for s in table.segments if every or s.rank is None or s.rank == request.rank)
         )
         for table in chosen
     )

@@ -17,10 +17,11 @@ import msgspec
 from engram_client.control import query_status
 from engram_client.errors import EngramError, ServerRefused
 from engram_client.protocol import handover_path, ipc_path
-from engram_server import preflight
+from engram_server import gpus, preflight
 from engram_server.config import Config, load_config
 from engram_server.findings import Finding, Level, exit_code, gib, of_error
 from engram_server.forecast import Forecast, measure
+from engram_server.gpus import Gpus
 from engram_server.load_job import make_job
 from engram_server.machine import Machine, available_host_bytes, file_system_name
 from engram_server.nvml import Inventory, inventory
@@ -30,7 +31,6 @@ from engram_server.process import Process
 
 SLOW_BYTES_PER_S = 500e6
 """Below this a load of the released tables takes longer than seven minutes."""
-STALE_CACHE_SHARE = 0.5
 ALONE = "/"
 
 
@@ -64,17 +64,17 @@ def diagnose(
             findings.append(of_error("config", error))
     machine = Machine.read(root, folder=config.host.path if config else None)
     process = Process.read(root)
-    gpus = inventory() if here else Inventory(problem="not recorded")
     source = _source(config, findings)
-    plan = _plan(config, source, machine, gpus, findings)
-    findings += _gpu_findings(gpus, config)
+    found = _gpus(config, here, findings)
+    plan = _plan(config, source, machine, found, findings)
+    findings += _gpu_findings(inventory() if here else Inventory(problem="not recorded"), found)
     findings += preflight.machine_findings(machine, config, plan)
     findings += preflight.process_findings(process, plan)
     forecast = None
     if config is not None and here:
         findings += _socket_findings(config)
         if source is not None and plan is not None:
-            forecast = _forecast(config, source, plan, machine, gpus, findings)
+            forecast = _forecast(config, source, plan, machine, found, findings)
     return Diagnosis(findings=_once(findings), plan=_plan_facts(plan, machine), forecast=forecast)
 
 
@@ -114,15 +114,26 @@ def _place(path: str) -> str:
     return f"on {file_system_name(path)}, every byte promised is there"
 
 
+def _gpus(config: Config | None, here: bool, findings: list[Finding]) -> Gpus | None:
+    """What the daemon would find; None where that is an error of its own."""
+    if not here:
+        return Gpus.none("not recorded")
+    try:
+        return gpus.read(config or Config())
+    except EngramError as error:
+        findings.append(preflight.of_refusal(error))
+        return None
+
+
 def _plan(
-    config: Config | None, source: Source | None, machine: Machine, gpus: Inventory, findings: list[Finding]
+    config: Config | None, source: Source | None, machine: Machine, found: Gpus | None, findings: list[Finding]
 ) -> Plan | None:
     """The plan; one made without looking at memory where only that stands in the way."""
-    if config is None or source is None:
+    if config is None or source is None or found is None:
         return None
     for check in (True, False):
         try:
-            return make_plan(config, source.model, machine, len(gpus.gpus), check_resources=check)
+            return make_plan(config, source.model, machine, found, check_resources=check)
         except EngramError as error:
             if check:
                 findings.append(preflight.of_refusal(error))
@@ -150,12 +161,23 @@ def _plan_facts(plan: Plan | None, machine: Machine) -> dict[str, Any] | None:
 # What is around
 
 
-def _gpu_findings(gpus: Inventory, config: Config | None) -> Iterator[Finding]:
-    if not gpus.gpus:
-        yield Finding(id="gpu", level=Level.OK, seen=f"no GPU ({gpus.problem}); tables are served from host memory")
+def _gpu_findings(shown: Inventory, found: Gpus | None) -> Iterator[Finding]:
+    """What NVML shows, and what the driver was tried on."""
+    if not shown.gpus and (found is None or not found.devices):
+        yield Finding(id="gpu", level=Level.OK, seen=f"no GPU ({shown.problem}): tables can be in host memory only")
         return
-    names = ", ".join(f"{gpu.index}: {gpu.name}, {gib(gpu.free)} of {gib(gpu.total)} free" for gpu in gpus.gpus)
-    yield Finding(id="gpu", level=Level.OK, seen=f"{len(gpus.gpus)} GPUs, driver {gpus.driver}; {names}")
+    names = ", ".join(f"{gpu.index}: {gpu.name}, {gib(gpu.free)} of {gib(gpu.total)} free" for gpu in shown.gpus)
+    yield Finding(id="gpu", level=Level.OK, seen=f"{len(shown.gpus)} GPUs, driver {shown.driver}; {names}")
+    if found is None or not found.devices:
+        return
+    for id, what, problem in (
+        ("cuda_host", "host memory of the CUDA driver", found.host_problem),
+        ("fabric", "FABRIC handles", found.fabric_problem),
+    ):
+        yield Finding(id=id, level=Level.OK, seen=f"{what}: " + (f"no ({problem})" if problem else "yes, tried"))
+    alone = [gpu.uuid for gpu in found.devices if len(gpu.peers) < len(found.devices) - 1]
+    seen = f"without access to some peer: {', '.join(alone)}" if alone else "every GPU can read every other"
+    yield Finding(id="peer_access", level=Level.OK, seen=seen)
 
 
 def _socket_findings(config: Config) -> Iterator[Finding]:
@@ -205,11 +227,11 @@ def _running(config: Config) -> str:
 
 
 def _forecast(
-    config: Config, source: Source, plan: Plan, machine: Machine, gpus: Inventory, findings: list[Finding]
+    config: Config, source: Source, plan: Plan, machine: Machine, found: Gpus | None, findings: list[Finding]
 ) -> Forecast | None:
     job = make_job(plan, config, source.tables, machine.cpus)
     try:
-        forecast = measure(job, plan, available_host_bytes(machine)[0], len(gpus.gpus))
+        forecast = measure(job, plan, available_host_bytes(machine)[0], found.count if found else 0)
     except EngramError as error:
         findings.append(of_error("read_rate", error))
         return None

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from engram_client import rows
@@ -29,6 +30,7 @@ from engram_client.layout import (
     digest_pieces,
 )
 from engram_client.mapping.hostmem import HostMapping
+from engram_client.mapping.vmm import VmmMapping
 from engram_client.protocol import SegmentInfo
 from engram_server.load_job import LoadJob, PieceDigest
 from engram_server.reader import FileReader, Preadv, aligned_buffer
@@ -36,16 +38,37 @@ from engram_server.reader import FileReader, Preadv, aligned_buffer
 _DUMMY_ROWS = 1 << 12
 
 
-@dataclass(frozen=True)
-class Target:
-    """A segment as the loader sees it: mapped for writing."""
+class Target(Protocol):
+    """A segment as the loader sees it: mapped for writing. Called from many threads."""
 
-    info: SegmentInfo
-    mapping: HostMapping
-    fd: int
+    @property
+    def info(self) -> SegmentInfo: ...
 
     def write(self, row: int, values: Any, scales: Any) -> None:
-        """Stores consecutive rows, the first of them table row `row`."""
+        """Stores consecutive rows, the first of them table row `row`. The buffers may be reused at once."""
+        ...
+
+    def read(self, row: int, count: int, values: memoryview, scales: memoryview) -> None:
+        """The reverse: `count` rows from table row `row` as the checkpoint has them. Not before `flush`."""
+        ...
+
+    def check_size(self) -> None:
+        """Raises AllocationFailed when someone has shortened the memory: the next store would be SIGBUS."""
+        ...
+
+    def flush(self) -> None:
+        """Waits until everything written is in memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """Memory that the CPU stores to."""
+
+    info: SegmentInfo
+    mapping: HostMapping | VmmMapping
+
+    def write(self, row: int, values: Any, scales: Any) -> None:
         at, count = row - self.info.shard.row_start, len(values) // ROW_VALUES
         if self.info.row_format is RowFormat.PACKED:
             rows.pack(values, scales, self.mapping.view[at * ROW_BYTES : (at + count) * ROW_BYTES])
@@ -56,7 +79,6 @@ class Target:
         ctypes.memmove(base + self._scales_at + at * ROW_SCALES, _address(scales), len(scales))
 
     def read(self, row: int, count: int, values: memoryview, scales: memoryview) -> None:
-        """The reverse: `count` rows from table row `row` as the checkpoint has them."""
         at = row - self.info.shard.row_start
         if self.info.row_format is RowFormat.PACKED:
             rows.unpack(self.mapping.view[at * ROW_BYTES : (at + count) * ROW_BYTES], values, scales)
@@ -70,7 +92,20 @@ class Target:
         return self.info.shard.rows * ROW_VALUES
 
     def check_size(self) -> None:
-        """Raises AllocationFailed when someone has shortened the memory: the next store would be SIGBUS."""
+        pass  # an allocation of the CUDA driver has no size that anyone could change
+
+    def flush(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class HostTarget(CpuTarget):
+    """Memory behind the descriptor of a file."""
+
+    mapping: HostMapping
+    fd: int
+
+    def check_size(self) -> None:
         size = os.fstat(self.fd).st_size
         if size < self.info.nbytes:
             problem = f"segment {self.info.id} was truncated to {size} bytes during the load"
@@ -112,6 +147,15 @@ def make_items(tables: Sequence[TableGeometry], targets: Sequence[Target]) -> li
             whole = rows_here == min(BLOCK_ROWS, table.rows - block * BLOCK_ROWS)
             items.append(Item(index, block, whole, tuple(pieces)))
     return items
+
+
+def by_turns(items: Sequence[Item]) -> list[Item]:
+    """The items such that the GPUs they go to take turns: each has a link of its own, and all are to be busy.
+    Host memory is filled in the order of the files."""
+    queues: dict[str | None, list[Item]] = defaultdict(list)
+    for item in items:
+        queues[item.pieces[0].target.info.device].append(item)
+    return [item for turn in zip_longest(*queues.values()) for item in turn if item is not None]
 
 
 class Source(Protocol):
@@ -235,7 +279,7 @@ def fill(
         finally:
             source.close()
 
-    run_threads(work, make_items(job.tables, targets), job.threads)
+    run_threads(work, by_turns(make_items(job.tables, targets)), job.threads)
     return digests
 
 

@@ -17,7 +17,7 @@ import msgspec
 from engram_client.layout import BLOCK_ROWS, ROW_BYTES, Shard
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import Backing, SegmentInfo
-from engram_server.fill import DummySource, FileSource, Source, Target, fill
+from engram_server.fill import DummySource, FileSource, HostTarget, Source, fill
 from engram_server.load_job import LoadJob
 from engram_server.plan import THP_BYTES, HugePages, Plan
 from engram_server.reader import FileReader, aligned_buffer, is_cached
@@ -34,6 +34,8 @@ START_S = 0.4
 """The loader's interpreter and its imports."""
 REGISTER_BYTES_PER_S = 36e9
 """How fast one rank makes host memory readable for its GPU: 48 GiB were measured to take 1.3 s."""
+DRIVER_ZEROES_PER_S = 3e9
+"""How fast the CUDA driver makes host memory, on one thread whatever is asked: 189 GiB were measured in 67 s."""
 ATTACH_S = 0.02
 """Sockets and mapping, whatever the size."""
 
@@ -50,7 +52,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     fill_bytes_per_second: float
     """Rows read, digested and stored by all threads."""
-    populate_bytes_per_second: float
+    populate_bytes_per_second: float | None
+    """None: GPU memory, which takes no time worth naming."""
     load_seconds: float
     attach_seconds: float
     """A rank's connect() against a daemon that is ready; without a GPU milliseconds at any size."""
@@ -65,7 +68,7 @@ def measure(job: LoadJob, plan: Plan, available: int, gpu_count: int) -> Forecas
     # What somebody else has put into the page cache stays there.
     job = msgspec.structs.replace(job, drop_cache=not cached)
     reading = _read_rate(job, direct) if job.values else None
-    populating = _populate_rate(job, plan, available // 4)
+    populating = _allocation_rate(job, plan, available // 4)
     filling, verifying = _fill_rates(job, plan, direct)
     return Forecast(
         bytes=total,
@@ -76,7 +79,7 @@ def measure(job: LoadJob, plan: Plan, available: int, gpu_count: int) -> Forecas
         fill_bytes_per_second=filling,
         populate_bytes_per_second=populating,
         load_seconds=START_S
-        + plan.needed_bytes / populating
+        + (plan.needed_bytes / populating if populating else 0)
         + total / filling
         + _verified_bytes(job, plan) / verifying,
         attach_seconds=ATTACH_S + (total / REGISTER_BYTES_PER_S if gpu_count else 0),
@@ -107,6 +110,12 @@ def _read_rate(job: LoadJob, direct: bool) -> float:
     finally:
         for reader in readers:
             reader.close()
+
+
+def _allocation_rate(job: LoadJob, plan: Plan, most: int) -> float | None:
+    if plan.backing is Backing.CUDA_DEVICE:
+        return None
+    return DRIVER_ZEROES_PER_S if plan.backing is Backing.CUDA_HOST else _populate_rate(job, plan, most)
 
 
 def _populate_rate(job: LoadJob, plan: Plan, most: int) -> float:
@@ -148,7 +157,7 @@ def _fill_rates(job: LoadJob, plan: Plan, direct: bool) -> tuple[float, float]:
         return filling, stored / _since(started)
 
 
-def _anywhere(job: LoadJob, parts: list[Target]) -> list[Target]:
+def _anywhere(job: LoadJob, parts: list[HostTarget]) -> list[HostTarget]:
     """The parts as segments for rows at random places of the tables; no two have rows in common."""
     slots = [
         (table.layer_id, start, min(start + _ROWS, table.rows))
@@ -157,7 +166,7 @@ def _anywhere(job: LoadJob, parts: list[Target]) -> list[Target]:
     ]
     chosen = random.sample(slots, min(len(parts), len(slots)))
     return [
-        Target(
+        HostTarget(
             msgspec.structs.replace(
                 part.info,
                 id=f"part{index}",
@@ -181,7 +190,7 @@ def _starts(rows: int, wanted: int) -> list[int]:
 
 
 @contextmanager
-def _scratch(nbytes: int, plan: Plan) -> Iterator[Target]:
+def _scratch(nbytes: int, plan: Plan) -> Iterator[HostTarget]:
     """Memory of the kind that the plan's segments are, without their reserved huge pages."""
     info = SegmentInfo(
         id="scratch",
@@ -196,14 +205,14 @@ def _scratch(nbytes: int, plan: Plan) -> Iterator[Target]:
     segment = MemfdSegment.create(info, "doctor", _pages(plan), required=False)
     try:
         with HostMapping(segment.writable_fd, info.nbytes, True, THP_BYTES, "scratch") as mapping:
-            yield Target(info, mapping, segment.writable_fd)
+            yield HostTarget(info, mapping, segment.writable_fd)
     finally:
         segment.discard()
 
 
 def _pages(plan: Plan) -> HugePages:
     """Taking reserved huge pages, even for a moment, would be a change; THP are as fast to fill."""
-    return HugePages.THP if plan.huge_pages is HugePages.HUGETLB else plan.huge_pages
+    return HugePages.BASE if plan.huge_pages is HugePages.BASE else HugePages.THP
 
 
 def _since(started: float, now: Callable[[], float] = time.monotonic) -> float:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from engram_client.cuda.access import cuda_driver
 from engram_client.errors import (
     AllocationFailed,
     BackingUnavailable,
@@ -30,8 +31,10 @@ from engram_client.errors import (
 )
 from engram_client.layout import ROW_BYTES
 from engram_client.mapping.hostmem import HostMapping
-from engram_client.protocol import Backing, Failed, LoadProgress, LoadReport
-from engram_server.fill import Digests, DummySource, FileSource, Source, Target, fill
+from engram_client.mapping.vmm import VmmMapping
+from engram_client.protocol import Backing, Failed, LoadProgress, LoadReport, SegmentInfo
+from engram_server.device_target import DeviceTarget
+from engram_server.fill import CpuTarget, Digests, DummySource, FileSource, HostTarget, Source, Target, fill
 from engram_server.load_job import LoadJob, LoadResult, Order, ProgressUpdate, frame, receive_message
 from engram_server.machine import is_hugetlb
 from engram_server.plan import HugePages
@@ -39,6 +42,8 @@ from engram_server.reader import is_cached
 from engram_server.segments.pages import bind, coverage_remark, huge_bytes, populate
 from engram_server.verify import sample, verify
 
+PAGEABLE = (Backing.MEMFD, Backing.POSIX_SHM, Backing.FILE)
+"""Memory that gets its pages here, when it is first touched."""
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_EVERY_S = 0.2
 _ORPHANED = 3
@@ -111,14 +116,14 @@ def load(order: Order, reporter: Reporter) -> LoadResult:
     """The whole load. Raises one of the project's errors."""
     job = order.job
     # Never unmapped: the mappings end with this process, and it ends with the load.
-    targets = [
-        Target(info, HostMapping(fd, info.nbytes, True, info.page_bytes, info.id), fd)
-        for info, fd in zip(order.segments, order.fds, strict=True)
-    ]
+    targets = [_open(info, fd) for info, fd in zip(order.segments, order.fds, strict=True)]
     with reporter.phase("allocating", sum(info.nbytes for info in order.segments)):
-        remarks = _allocate(job, targets, reporter)
-        coverage = {target.info.id: huge_bytes(target.mapping) for target in targets}
-        remarks += _judge_coverage(job, targets, coverage)
+        pageable = [target for target in targets if isinstance(target, HostTarget)]
+        remarks = _allocate(job, pageable, reporter)
+        # The driver's allocations are whole and made of its granularity's pages from the start.
+        coverage = {target.info.id: target.info.nbytes for target in targets}
+        coverage |= {target.info.id: huge_bytes(target.mapping) for target in pageable}
+        remarks += _judge_coverage(job, pageable, coverage)
     stored = sum(info.shard.rows * ROW_BYTES for info in order.segments)
     direct = bool(job.values) and _read_direct(job)
     sources: list[Source] = []
@@ -130,12 +135,29 @@ def load(order: Order, reporter: Reporter) -> LoadResult:
 
     with reporter.phase("loading", stored):
         digests = fill(job, targets, make_source, reporter.add)
-        _check_sizes(targets)
+        for target in targets:
+            target.flush()
+            target.check_size()
     work = [(target, piece) for target in targets for piece in sample(digests.pieces_of(target.info.id), job.verify)]
     with reporter.phase("verifying", sum((p.row_stop - p.row_start) * ROW_BYTES for _, p in work)):
         verify(work, job.threads, reporter.add)
     used_direct = direct and all(source.direct for source in sources)
     return _result(job, targets, digests, coverage, remarks, reporter, stored, used_direct)
+
+
+def _open(info: SegmentInfo, fd: int) -> Target:
+    """The segment mapped for writing. Raises MapFailed or a CudaError."""
+    if info.backing in PAGEABLE:
+        return HostTarget(info, HostMapping(fd, info.nbytes, True, info.page_bytes, info.id), fd)
+    if info.backing is Backing.CUDA_HOST:
+        # For the CPU alone, so that no context is made: the fill touches no GPU.
+        return CpuTarget(
+            info,
+            VmmMapping(
+                fd, info.nbytes, cuda_driver(), None, host_access=True, writable=True, page_bytes=info.page_bytes
+            ),
+        )
+    return DeviceTarget(info, fd, cuda_driver())
 
 
 def _result(
@@ -173,7 +195,7 @@ def _read_direct(job: LoadJob) -> bool:
     return job.direct_io == "on" or (job.direct_io == "auto" and not is_cached(job.values))
 
 
-def _allocate(job: LoadJob, targets: list[Target], reporter: Reporter) -> list[str]:
+def _allocate(job: LoadJob, targets: list[HostTarget], reporter: Reporter) -> list[str]:
     remarks = []
     for target in targets:
         info = target.info
@@ -196,7 +218,7 @@ def _allocate(job: LoadJob, targets: list[Target], reporter: Reporter) -> list[s
     return remarks
 
 
-def _allocation_error(target: Target, error: OSError) -> EngramError:
+def _allocation_error(target: HostTarget, error: OSError) -> EngramError:
     info = target.info
     if info.backing in (Backing.POSIX_SHM, Backing.FILE) and error.errno in (errno.EFAULT, errno.ENOSPC):
         stat = os.fstatvfs(target.fd)
@@ -206,8 +228,9 @@ def _allocation_error(target: Target, error: OSError) -> EngramError:
     return AllocationFailed(backing=info.backing, needed=info.nbytes, problem=error.strerror or str(error))
 
 
-def _judge_coverage(job: LoadJob, targets: list[Target], coverage: dict[str, int]) -> list[str]:
-    needed, huge = sum(target.info.nbytes for target in targets), sum(coverage.values())
+def _judge_coverage(job: LoadJob, targets: list[HostTarget], coverage: dict[str, int]) -> list[str]:
+    needed = sum(target.info.nbytes for target in targets)
+    huge = sum(coverage[target.info.id] for target in targets)
     if job.huge_pages_required and huge == 0:
         raise NotEnoughHugePages(needed=needed, available=huge)
     found = (
@@ -215,11 +238,6 @@ def _judge_coverage(job: LoadJob, targets: list[Target], coverage: dict[str, int
         for target in targets
     )
     return [remark for remark in found if remark]
-
-
-def _check_sizes(targets: list[Target]) -> None:
-    for target in targets:
-        target.check_size()
 
 
 def _die_with_parent(connection: socket.socket) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from engram_client.layout import TableGeometry
-from engram_client.protocol import Failed, LoadProgress, LoadReport, SegmentInfo
+from engram_client.protocol import Backing, Failed, LoadProgress, LoadReport, SegmentInfo
 from engram_server.checkpoint import Extent, TableSource
 from engram_server.config import Config
 from engram_server.plan import HugePages, NumaPolicy, Plan
@@ -16,6 +16,8 @@ MAX_THREADS = 16
 CHUNK_BYTES = 2 << 20
 """Values read at a time. They are digested and packed while they are in a cache; with less, threads
 spend their time passing the interpreter lock round."""
+DEVICE_CHUNK_BYTES = 2 << 20
+"""Values read at a time for GPU memory: a copy to the GPU must be large beside what it costs to start."""
 DIRECT_CHUNK_BYTES = 4 << 20
 """The same where reads go to the device: it wants few and large ones."""
 
@@ -60,6 +62,7 @@ def make_job(plan: Plan, config: Config, sources: tuple[TableSource, ...] | None
         huge_pages=plan.huge_pages,
         huge_pages_required=plan.huge_pages_required,
         numa=plan.numa,
+        chunk_bytes=DEVICE_CHUNK_BYTES if plan.backing is Backing.CUDA_DEVICE else CHUNK_BYTES,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from engram_client.errors import EngramError, NotEnoughMemory
 from engram_client.layout import ModelGeometry, parse_model_geometry
+from engram_client.protocol import Backing
 from engram_server import gpus
 from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import Config
@@ -47,11 +48,12 @@ class Prepared(msgspec.Struct, frozen=True):
 def prepare(config: Config, *, check_resources: bool = True) -> Prepared:
     """What the daemon does before it allocates. check_resources=False: the tables are in memory already.
 
-    Raises the error that `engram-server` would end with: a CheckpointError, ConfigError or ResourceError.
+    Slow where a CUDA driver is asked for the first time. Raises the error that `engram-server` would end with:
+    a CheckpointError, ConfigError or ResourceError.
     """
     source = read_source(config)
     machine = Machine.read(folder=config.host.path)
-    plan = make_plan(config, source.model, machine, gpus.count(), check_resources=check_resources)
+    plan = make_plan(config, source.model, machine, gpus.read(config), check_resources=check_resources)
     seen = process_findings(Process.read(), plan)
     return Prepared(source, machine, plan, tuple(finding for finding in seen if finding.level is not Level.OK))
 
@@ -98,9 +100,9 @@ def machine_findings(machine: Machine, config: Config | None, plan: Plan | None)
 def _memory(machine: Machine, config: Config | None, plan: Plan | None) -> Finding:
     available, source = available_host_bytes(machine)
     seen = f"{gib(available)} of {gib(machine.mem_total)} available ({source})"
-    if plan is None or config is None or plan.huge_pages is HugePages.HUGETLB:
+    if plan is None or config is None or plan.huge_pages is HugePages.HUGETLB or config.host.memory_check == "off":
         return Finding(id="memory", level=Level.OK, seen=seen)
-    needed = plan.needed_bytes + LOADER_BYTES
+    needed = LOADER_BYTES + (0 if plan.backing is Backing.CUDA_DEVICE else plan.needed_bytes)
     if needed <= available:
         return Finding(id="memory", level=Level.OK, seen=f"{seen}; the tables and their loader need {gib(needed)}")
     level = Level.FAIL if config.host.memory_check == "strict" else Level.WARN
@@ -119,8 +121,8 @@ def _huge_pool(machine: Machine, plan: Plan | None) -> Finding:
 def _thp(machine: Machine, config: Config | None, plan: Plan | None) -> Finding:
     """Judged as the plan does, which falls back to small pages without failing."""
     knob = f"{SHMEM_KNOB} is {machine.thp_shmem}"
-    if plan is not None and plan.huge_pages is HugePages.HUGETLB:
-        return Finding(id="thp", level=Level.OK, seen=f"{knob}; not needed, the tables are in reserved huge pages")
+    if plan is not None and plan.huge_pages in (HugePages.HUGETLB, HugePages.DRIVER):
+        return Finding(id="thp", level=Level.OK, seen=f"{knob}; not needed, the tables are in other huge pages")
     if config is not None and config.host.huge_pages == "off":
         return Finding(id="thp", level=Level.OK, seen=f"{knob}; huge pages are switched off by host.huge_pages")
     remedy = f'write "advise" to {SHMEM_KNOB}, or reserve pages with vm.nr_hugepages: lookups get faster'
@@ -216,6 +218,9 @@ def of_refusal(error: EngramError) -> Finding:
 
 
 _SUBJECT = {
+    "NotEnoughGpuMemory": "gpu",
+    "TooFewGpus": "gpu",
+    "PeerAccessMissing": "peer_access",
     "NotEnoughMemory": "memory",
     "NotEnoughSpace": "space",
     "NotEnoughHugePages": "hugetlb",

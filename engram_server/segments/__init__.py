@@ -3,15 +3,21 @@
 memfd.py       no name, sealed by the kernel; hugetlb, transparent huge or base pages
 posix_shm.py   a name in /dev/shm
 file.py        a file in a folder of a tmpfs or hugetlbfs
+cuda_host.py   host memory that the CUDA driver allocates
+cuda_device.py GPU memory; both over vmm.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from engram_client.cuda.access import cuda_driver
 from engram_client.protocol import Backing, SegmentInfo
 from engram_server.plan import Plan
 from engram_server.segments.base import Segment
+from engram_server.segments.cuda_device import CudaDeviceSegment
+from engram_server.segments.cuda_host import CudaHostSegment
 from engram_server.segments.file import FileSegment
 from engram_server.segments.memfd import MemfdSegment
 from engram_server.segments.posix_shm import SHM_FOLDER, PosixShmSegment
@@ -19,14 +25,15 @@ from engram_server.segments.posix_shm import SHM_FOLDER, PosixShmSegment
 __all__ = ["Segment", "adopt_segment", "create_segments", "remove_stale"]
 
 
-def create_segments(plan: Plan, tag: str) -> list[Segment]:
-    """The plan's segments, empty, in its order: all of them or none. `tag` marks the names of one daemon.
+def create_segments(plan: Plan, tag: str, infos: Sequence[SegmentInfo] | None = None) -> list[Segment]:
+    """The plan's segments (or those of `infos`), empty, in order: all of them or none. `tag` marks the names
+    of one daemon.
 
-    Raises BackingUnavailable, NotEnoughHugePages or AllocationFailed.
+    Raises BackingUnavailable, NotEnoughHugePages, AllocationFailed or, from the CUDA driver, a CudaError.
     """
     segments: list[Segment] = []
     try:
-        for info in plan.segments:
+        for info in plan.segments if infos is None else infos:
             segments.append(_create(plan, info, tag))
     except BaseException:
         for segment in segments:
@@ -42,7 +49,11 @@ def _create(plan: Plan, info: SegmentInfo, tag: str) -> Segment:
         return PosixShmSegment.create(info, tag)
     if info.backing is Backing.FILE and plan.folder is not None:
         return FileSegment.create(info, tag, plan.folder)
-    raise ValueError(f"no host memory is made for backing {info.backing}")
+    if info.backing is Backing.CUDA_HOST:
+        return CudaHostSegment.create(info, cuda_driver(), plan.numa.nodes[0])
+    if info.backing is Backing.CUDA_DEVICE:
+        return CudaDeviceSegment.create(info, cuda_driver(), plan.fabric)
+    raise ValueError(f"no memory is made for backing {info.backing}")
 
 
 def adopt_segment(info: SegmentInfo, tag: str, folder: str | None = None, fd: int | None = None) -> Segment:
@@ -56,6 +67,10 @@ def adopt_segment(info: SegmentInfo, tag: str, folder: str | None = None, fd: in
         return PosixShmSegment.adopt(info, tag)
     if info.backing is Backing.FILE and folder is not None:
         return FileSegment.adopt(info, tag, folder)
+    if info.backing is Backing.CUDA_HOST and fd is not None:
+        return CudaHostSegment.adopt(info, cuda_driver(), fd)
+    if info.backing is Backing.CUDA_DEVICE and fd is not None:
+        return CudaDeviceSegment.adopt(info, cuda_driver(), fd)
     raise ValueError(f"nothing leads to a {info.backing} segment here")
 
 

@@ -33,7 +33,8 @@ from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import Placement, Replication
 from engram_server.checkpoint import Checkpoint, open_checkpoint
 from engram_server.config import Config, EngramConfig
-from engram_server.fill import FileSource, Item, Target, fill, make_items, run_threads
+from engram_server.fill import FileSource, HostTarget, Item, fill, make_items, run_threads
+from engram_server.gpus import Gpus
 from engram_server.load_job import LoadJob, make_job
 from engram_server.loader import load
 from engram_server.machine import Machine
@@ -70,7 +71,7 @@ def measure(checkpoint: Checkpoint, threads: int = 0, **job_changes: Any) -> dic
         model_path=checkpoint.path,
         engram_config=EngramConfig(placement=Placement.CPU, replication=Replication.PER_NODE),
     )
-    plan = make_plan(config, checkpoint.model, machine, 0)
+    plan = make_plan(config, checkpoint.model, machine, Gpus.none("not used here"))
     job = make_job(plan, config, checkpoint.sources, machine.cpus)
     job = msgspec.structs.replace(job, **({"threads": threads} if threads else {}), **job_changes)
     seconds = _seconds(plan, job)
@@ -103,7 +104,7 @@ def _seconds(plan: Plan, job: LoadJob) -> dict[str, list[float]]:
     mappings = [HostMapping(s.writable_fd, s.info.nbytes, True, s.info.page_bytes) for s in segments]
     try:
         targets = [
-            Target(segment.info, mapping, segment.writable_fd)
+            HostTarget(segment.info, mapping, segment.writable_fd)
             for segment, mapping in zip(segments, mappings, strict=True)
         ]
         for target in targets:
@@ -129,7 +130,7 @@ def _seconds(plan: Plan, job: LoadJob) -> dict[str, list[float]]:
             segment.discard()
 
 
-def _copy(job: LoadJob, targets: list[Target]) -> None:
+def _copy(job: LoadJob, targets: list[HostTarget]) -> None:
     """The plain copy: the same bytes by the same items and chunks, read straight into the memory."""
     chunk_rows = job.chunk_bytes // ROW_VALUES
 

@@ -90,7 +90,7 @@ class Daemon:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
             with contextlib.suppress(ConnectError):
-                reply = query_status(self.endpoint, timeout=0)
+                reply = query_status(self.endpoint, timeout=1.0)
                 return reply if reply.state == state else None
             return None
 

@@ -20,6 +20,7 @@ from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import LoadProgress, SegmentInfo
 from engram_server.checkpoint import open_checkpoint
 from engram_server.config import Config
+from engram_server.gpus import Gpus
 from engram_server.load_job import LoadJob, LoadResult, make_job
 from engram_server.loader import load
 from engram_server.machine import Machine
@@ -39,7 +40,7 @@ def prepare(settings: Config, **changes: Any) -> tuple[Plan, LoadJob]:
     """The plan and the job of a configuration on this machine; `changes` are fields of the job."""
     machine = Machine.read(folder=settings.host.path)
     checkpoint = open_checkpoint(str(settings.model_path))
-    plan = make_plan(settings, checkpoint.model, machine, 0)
+    plan = make_plan(settings, checkpoint.model, machine, Gpus.none("a test"))
     sources = None if settings.load_format == "dummy" else checkpoint.sources
     job = make_job(plan, settings, sources, machine.cpus)
     return plan, msgspec.structs.replace(job, **changes)

@@ -35,7 +35,7 @@ from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import LoadProgress
 from engram_server import generate, load_child
 from engram_server.checkpoint import open_checkpoint
-from engram_server.fill import FileSource, Target, fill
+from engram_server.fill import FileSource, HostTarget, fill
 from engram_server.load_job import LoadJob
 from engram_server.loader import load
 from engram_server.make_checkpoint import make_checkpoint
@@ -246,13 +246,13 @@ class TestRows:
 
 
 @contextmanager
-def in_process(source: Path, **sections: Any) -> Iterator[tuple[LoadJob, list[Target]]]:
+def in_process(source: Path, **sections: Any) -> Iterator[tuple[LoadJob, list[HostTarget]]]:
     """A job and mapped targets for `fill` in this process."""
     plan, job = prepare(config(source, **sections))
     segments = create_segments(plan, TAG)
     mappings = [HostMapping(s.writable_fd, s.info.nbytes, True, s.info.page_bytes) for s in segments]
     try:
-        yield job, [Target(s.info, m, s.writable_fd) for s, m in zip(segments, mappings, strict=True)]
+        yield job, [HostTarget(s.info, m, s.writable_fd) for s, m in zip(segments, mappings, strict=True)]
     finally:
         for mapping in mappings:
             with suppress(BufferError):  # a failed fill's traceback still holds slices

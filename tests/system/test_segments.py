@@ -23,6 +23,7 @@ from engram_client.layout import ModelGeometry
 from engram_client.mapping.hostmem import MADV_POPULATE_READ, MADV_POPULATE_WRITE, HostMapping, madvise
 from engram_client.protocol import Backing, Placement, Replication
 from engram_server.config import Config, EngramConfig, HostConfig
+from engram_server.gpus import Gpus
 from engram_server.machine import Machine, is_hugetlb
 from engram_server.plan import HugePages, NumaPolicy, Plan, make_plan
 from engram_server.segments import Segment, adopt_segment, create_segments, remove_stale
@@ -44,7 +45,7 @@ def plan(folder: Path | None = None, **host: Any) -> Plan:
         engram_config=EngramConfig(placement=Placement.CPU, replication=Replication.PER_NODE),
         host=HostConfig(**host),
     )
-    return make_plan(settings, MODEL, Machine.read(folder=host.get("path")), 0)
+    return make_plan(settings, MODEL, Machine.read(folder=host.get("path")), Gpus.none("a test"))
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from engram_client.layout import BLOCK_ROWS, ModelGeometry
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import Placement
 from engram_server.config import Config, EngramConfig
-from engram_server.fill import Target, make_items, run_threads
+from engram_server.fill import HostTarget, make_items, run_threads
+from engram_server.gpus import Gpus
 from engram_server.plan import make_plan
 from tests.support.machines import machine
 
@@ -36,9 +37,9 @@ def test_every_row_of_a_node_is_in_one_item_and_blocks_are_whole_where_all_their
         nnodes=nodes,
         node_rank=nodes - 1,
     )
-    plan = make_plan(config, model, machine(), 0)
+    plan = make_plan(config, model, machine(), Gpus.none("a test"))
     mapping = HostMapping.__new__(HostMapping)  # never touched: nothing is stored here
-    items = make_items(plan.tables, [Target(info, mapping, -1) for info in reversed(plan.segments)])
+    items = make_items(plan.tables, [HostTarget(info, mapping, -1) for info in reversed(plan.segments)])
     for index, table in enumerate(plan.tables):
         mine = [item for item in items if item.table == index]
         pieces = [piece for item in mine for piece in item.pieces]

@@ -15,11 +15,11 @@ from engram_client.errors import (
     NotEnoughHugePages,
     NotEnoughMemory,
     NotEnoughSpace,
-    Unsupported,
 )
 from engram_client.layout import ModelGeometry, RowFormat
 from engram_client.protocol import Backing, Placement, Replication
 from engram_server.config import Config, EngramConfig, HostConfig
+from engram_server.gpus import Gpus
 from engram_server.machine import FileSystem, HugePool, Machine, MemoryLimit, NumaNode
 from engram_server.plan import LOADER_BYTES, HugePages, NumaPolicy, Plan, make_plan
 from tests.support.machines import GIB, SHM, machine
@@ -51,7 +51,7 @@ def plan(
         host=HostConfig(**(host or {})),
         **rest,
     )
-    return make_plan(config, model, found or machine(), gpus)
+    return make_plan(config, model, found or machine(), Gpus(count=gpus, host_problem="not asked for"))
 
 
 def test_per_node_gives_one_segment_a_table() -> None:
@@ -108,11 +108,10 @@ def test_gpu_placement_without_a_gpu_names_the_way_out() -> None:
     assert '{"placement": "cpu"}' in str(refused.value)
 
 
-def test_what_this_version_cannot_do_is_unsupported() -> None:
-    with pytest.raises(Unsupported):
-        plan(gpus=2, placement="gpu")
-    with pytest.raises(Unsupported):
+def test_memory_of_the_cuda_driver_without_a_driver_is_unavailable() -> None:
+    with pytest.raises(BackingUnavailable) as refused:
         plan(host={"backing": "cuda_host"})
+    assert refused.value.problem == "not asked for"
 
 
 def test_a_table_larger_than_the_memory_is_refused_with_both_numbers() -> None:
@@ -138,7 +137,7 @@ def test_memory_check_warn_goes_on_and_says_so_and_off_is_silent() -> None:
 
 def test_tables_that_are_in_memory_already_are_not_checked_against_it_again() -> None:
     config = Config(model_path="/m", engram_config=EngramConfig(placement=Placement.CPU))
-    made = make_plan(config, FLASH, machine(mem_available=GIB), 4, check_resources=False)
+    made = make_plan(config, FLASH, machine(mem_available=GIB), Gpus(count=4, host_problem="-"), check_resources=False)
     assert len(made.segments) == 8
 
 

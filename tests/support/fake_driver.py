@@ -1,0 +1,126 @@
+"""A CUDA driver without a GPU, for tests: stateful, shared between processes, strict about ownership.
+
+"Device" and HOST_NUMA memory are memfds, an export gives a real descriptor, a map is an mmap with exactly the
+access asked for: a write through a read-only map is SIGSEGV here as on a CPU, and an error on a GPU. Put in
+place of the real driver by ENGRAM_CUDA_DRIVER=tests.support.fake_driver:FakeDriver, in every process.
+
+    ENGRAM_FAKE_CUDA   JSON object of `Settings`
+    ENGRAM_FAKE_FAIL   "cuMemHostRegister:3:CUDA_ERROR_OUT_OF_MEMORY,...": the third such call of a process
+                       fails; "*" in place of the number fails all
+    ENGRAM_FAKE_LOG    a file that gets one JSON line a call, from all processes; at exit one with what leaked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+from collections.abc import Iterator
+
+from engram_client.cuda.driver import Location
+from tests.support.fake_machinery import driver_call, fail, is_mapped
+from tests.support.fake_vmm import PAGE, FakeVmm
+
+
+class FakeDriver(FakeVmm):
+    """The whole interface, and what a kernel may do."""
+
+    # Registered host memory
+
+    @driver_call("cuMemHostRegister", context=True)
+    def host_register(self, address: int, nbytes: int, read_only: bool) -> None:
+        call = "cuMemHostRegister"
+        if nbytes <= 0 or nbytes > self.settings.register_limit:
+            raise fail(call, "INVALID_VALUE")
+        if any(start < address + nbytes and address < start + size for start, (size, _) in self._registered.items()):
+            raise fail(call, "HOST_MEMORY_ALREADY_REGISTERED")
+        if not is_mapped(address, nbytes, writable=not read_only):
+            raise fail(call, "INVALID_VALUE", "not mapped so")
+        with self._alone(call):
+            for page in range(address, address + nbytes, PAGE):
+                ctypes.string_at(page, 1)  # registering pins, and so touches, every page
+        self._registered[address] = (nbytes, read_only)
+
+    @contextlib.contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        if self.settings.exclusive is None:
+            yield
+            return
+        with open(self.settings.exclusive, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise fail(call, "UNKNOWN", "another process registers") from None
+            yield
+
+    @driver_call("cuMemHostUnregister", context=True)
+    def host_unregister(self, address: int) -> None:
+        if address not in self._registered:
+            raise fail("cuMemHostUnregister", "HOST_MEMORY_NOT_REGISTERED")
+        del self._registered[address]
+
+    @driver_call("cuMemHostGetDevicePointer", context=True)
+    def host_device_pointer(self, address: int) -> int:
+        if address not in self._registered:
+            raise fail("cuMemHostGetDevicePointer", "INVALID_VALUE")
+        return address + (list(self._registered).index(address) << 40 if self.settings.scattered else 0)
+
+    # Streams and copies
+
+    @driver_call("cuStreamCreate", context=True)
+    def stream_create(self) -> int:
+        stream = self._number()
+        self._streams.add(stream)
+        return stream
+
+    @driver_call("cuStreamDestroy", context=True)
+    def stream_destroy(self, stream: int) -> None:
+        if stream not in self._streams:
+            raise fail("cuStreamDestroy", "INVALID_HANDLE")
+        self._streams.remove(stream)
+
+    @driver_call("cuStreamSynchronize", context=True)
+    def stream_synchronize(self, stream: int) -> None:
+        if stream not in self._streams:
+            raise fail("cuStreamSynchronize", "INVALID_HANDLE")
+
+    @driver_call("cuMemcpyHtoDAsync", context=True)
+    def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        call = "cuMemcpyHtoDAsync"
+        if stream not in self._streams:
+            raise fail(call, "INVALID_HANDLE")
+        if not any(
+            start <= source and source + nbytes <= start + size for start, (size, _) in self._registered.items()
+        ):
+            raise fail(call, "INVALID_VALUE", "the source is not registered: the copy would not be asynchronous")
+        if not self.gpu_may(target, nbytes, self._stack[-1], write=True):
+            raise fail(call, "INVALID_VALUE", "the target is not writable")
+        ctypes.memmove(target, source, nbytes)
+
+    @driver_call("cuMemcpyDtoH", context=True)
+    def copy_from_device(self, target: int, source: int, nbytes: int) -> None:
+        if not self.gpu_may(source, nbytes, self._stack[-1]):
+            raise fail("cuMemcpyDtoH", "INVALID_VALUE", "the source is not readable")
+        ctypes.memmove(target, source, nbytes)
+
+    # What a kernel does
+
+    def gpu_may(self, address: int, nbytes: int, ordinal: int, write: bool = False) -> bool:
+        """Whether a kernel on the GPU may read (or write) the range: all of it mapped for it, or registered."""
+        spans = [
+            (start, start + nbytes)
+            for start, (nbytes, _) in self._mapped.items()
+            if (rights := self._access[start].get(Location.device(ordinal))) is not None and (rights or not write)
+        ]
+        spans += [(start, start + nbytes) for start, (nbytes, ro) in self._registered.items() if not (write and ro)]
+        at = address
+        for start, stop in sorted(spans):
+            if start <= at < stop:
+                at = stop
+        return (self.settings.ats and not write) or at >= address + nbytes
+
+    def gpu_read(self, address: int, nbytes: int, ordinal: int) -> bytes:
+        """The bytes as a kernel on the GPU reads them. Raises CudaCallFailed where it would fault."""
+        if not self.gpu_may(address, nbytes, ordinal):
+            raise fail("cuLaunchKernel", "ILLEGAL_ADDRESS")
+        return ctypes.string_at(address, nbytes)
