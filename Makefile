@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-gpu check format bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -33,6 +33,13 @@ format: .venv/installed
 # Ratios against named baselines in the same run; not part of the tests.
 bench: .venv/installed
 	$(BIN)/python -m tests.bench
+
+# For a machine with GPUs.
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+bench-gpu: .venv/installed
+	$(BIN)/python -m tests.bench.gather_gpu
 
 clean:
 	rm -rf .venv build *.egg-info engram_client/_native*.so

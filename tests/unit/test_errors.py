@@ -56,8 +56,8 @@ def test_families_have_a_docstring_and_no_message_of_their_own() -> None:
         "CheckpointError",
         "ConnectError",
         "MessageError",
-        "UseError",
         "CudaError",
+        "UseError",
     }
     assert all(kind.__doc__ and not kind.template for kind in BASES)
 

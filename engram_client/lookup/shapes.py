@@ -1,0 +1,92 @@
+"""How a lookup is cut into blocks: from the amount of work and the kind of memory. Pure arithmetic.
+
+The thresholds were measured (tests/bench/gather_gpu.py) on an H200 over PCIe 5.0 and stand here, in one place.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from engram_client.layout import RowFormat
+
+SORT_FROM_IDS = 16_384
+"""Host tables: from this many ids on, putting them in order of address costs less than it saves."""
+BUCKET_ROWS_SHIFT = 13
+"""2^13 rows are 2.06 MiB: about the page that a translation covers."""
+MAX_BUCKETS_SHIFT = 16
+"""At most 2^16 buckets a table: one block scans their counters."""
+DENSE_IDS = 49_152
+ORDERED_BLOCKS = 12
+SPARSE_BLOCKS = 11
+"""Blocks of 8 warps, a row in flight each, for ordered reads of DENSE_IDS ids or more, and of fewer. More rows
+in flight lose what the order gains (112 rows: a fifth slower than 96), fewer leave the link idle."""
+FILL_BLOCKS = 4
+"""Blocks a multiprocessor that write what an ordered launch does not read: zeros and copies."""
+THREADS = 256
+FEW_THREADS = 128
+FEW_COLUMNS = 65_535 * 4
+"""More ids a token than this do not fit the grid of gather_few."""
+FULL_ROWS = 64
+"""From this many rows a multiprocessor on, more bytes in flight a lane pay; before, only their latency shows."""
+
+
+class Memory(enum.Enum):
+    """Where a table is, seen from the GPU that reads it."""
+
+    DEVICE = "device"
+    HOST = "host"
+    PEER = "peer"
+
+
+class Kind(NamedTuple):
+    """What does not change from launch to launch."""
+
+    memory: Memory
+    row_format: RowFormat
+    tables: int
+    raw: bool
+    peer: bool
+
+
+class Shape(NamedTuple):
+    """One launch: the kernel's name, blocks in x and y, threads a block; `then` finishes an ordered launch."""
+
+    kernel: str
+    grid: tuple[int, int]
+    threads: int
+    then: str = ""
+
+
+def sorts(kind: Kind, items: int) -> bool:
+    """Whether `items` ids of each table are put in order of address first."""
+    return kind.memory is Memory.HOST and not kind.peer and items * kind.tables >= SORT_FROM_IDS
+
+
+def bucket_shift(rows: int) -> int:
+    """Log2 of the rows of a bucket, for a shard of `rows` rows."""
+    return max(BUCKET_ROWS_SHIFT, (rows >> MAX_BUCKETS_SHIFT).bit_length())
+
+
+def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, ordered: bool) -> Shape:
+    """The launch that reads `tokens * columns` rows of each table."""
+    suffix = "raw" if kind.raw else "bf16"
+    items = tokens * columns
+    ids = items * kind.tables
+    if ordered:
+        blocks = ORDERED_BLOCKS if ids >= DENSE_IDS else SPARSE_BLOCKS
+        return Shape(f"gather_ordered_{suffix}", (blocks, 1), THREADS, f"fill_ordered_{suffix}")
+    full = ids >= multiprocessors * FULL_ROWS
+    host = kind.memory is Memory.HOST
+    if kind.tables == 1 and not kind.raw and not kind.peer and columns <= FEW_COLUMNS and (host or not full):
+        return Shape("gather_few_bf16", (tokens, -(-columns // (FEW_THREADS // 32))), FEW_THREADS)
+    lanes = 16 if full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer else 32
+    rows = 2 if full and lanes == 32 and not host else 1
+    blocks = -(-items // (rows * THREADS // lanes))
+    prefix = "peer_" if kind.peer else ""
+    return Shape(f"gather_{prefix}{suffix}_w{256 // lanes}_r{rows}", (blocks, kind.tables), THREADS)
+
+
+def exchange_shape(items: int) -> Shape:
+    """The launch that dequantises `items` exchanged rows: 4 rows a warp."""
+    return Shape("dequantise_exchanged", (-(-items // (4 * THREADS // 32)), 1), THREADS)

@@ -1,0 +1,111 @@
+"""The arithmetic behind a kernel launch, on the CPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engram_client.layout import ROW_VALUES, RowFormat
+from engram_client.lookup import kernels, nvrtc
+from engram_client.lookup.kernels import MAX_ITEMS, Part, division_constants
+from engram_client.lookup.shapes import MAX_BUCKETS_SHIFT, SORT_FROM_IDS, Kind, Memory, bucket_shift, shape_for, sorts
+
+MULTIPROCESSORS = 132
+
+
+def divide(number: int, divisor: int) -> int:
+    """As the kernels do it, in 32 bits."""
+    multiplier, shift = division_constants(divisor)
+    assert multiplier < 2**32
+    total = (number * multiplier >> 32) + number
+    assert total < 2**32
+    return total >> shift
+
+
+@given(st.integers(0, MAX_ITEMS), st.integers(1, MAX_ITEMS))
+def test_the_kernels_division_is_exact(number, divisor):
+    assert divide(number, divisor) == number // divisor
+
+
+@given(st.integers(1, MAX_ITEMS), st.integers(0, MAX_ITEMS))
+def test_the_kernels_division_is_exact_around_multiples(divisor, factor):
+    multiple = divisor * (factor % (MAX_ITEMS // divisor + 1))
+    for number in (multiple - 1, multiple, multiple + 1):
+        if 0 <= number <= MAX_ITEMS:
+            assert divide(number, divisor) == number // divisor
+
+
+@given(st.integers(1, 2**42))
+def test_buckets_stay_below_what_one_block_scans(rows):
+    assert rows >> bucket_shift(rows) < 2**MAX_BUCKETS_SHIFT
+
+
+@given(
+    st.sampled_from(list(Memory)),
+    st.sampled_from(list(RowFormat)),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2**20),
+    st.one_of(st.integers(1, 100), st.integers(1, 2**20)),
+)
+def test_the_grid_covers_every_row(memory, row_format, tables, raw, peer, tokens, columns):
+    kind = Kind(memory, row_format, tables, raw=raw, peer=peer)
+    shape = shape_for(kind, tokens, columns, MULTIPROCESSORS, ordered=False)
+    assert shape.grid[1] <= 65_535
+    if shape.kernel == "gather_few_bf16":
+        assert shape.grid[0] == tokens
+        warps = shape.threads // 32
+        assert (shape.grid[1] - 1) * warps < columns <= shape.grid[1] * warps
+    else:
+        match = re.fullmatch(r"gather_(?:peer_)?(?:raw|bf16)_w(\d+)_r(\d)", shape.kernel)
+        assert match
+        rows = shape.threads // (ROW_VALUES // int(match[1])) * int(match[2])
+        assert (shape.grid[0] - 1) * rows < tokens * columns <= shape.grid[0] * rows
+        assert shape.grid[1] == tables
+
+
+def test_only_large_batches_of_host_tables_are_sorted():
+    for memory in Memory:
+        for peer in (False, True):
+            kind = Kind(memory, RowFormat.PACKED, 2, raw=False, peer=peer)
+            assert not sorts(kind, SORT_FROM_IDS // 2 - 1)
+            assert sorts(kind, SORT_FROM_IDS // 2) == (memory is Memory.HOST and not peer)
+
+
+@pytest.mark.parametrize(
+    ("row_format", "scales"), [(RowFormat.PLANAR, 10 * ROW_VALUES), (RowFormat.PACKED, ROW_VALUES)]
+)
+def test_a_part_knows_where_its_scales_are(row_format, scales):
+    assert Part(4096, 90, 100).planes(row_format) == (4096, 4096 + scales)
+
+
+def test_the_structs_have_the_sizes_that_the_source_gives_them():
+    """Field by field: the kernel's parameters are packed here and read there."""
+    source = nvrtc.read_source()
+    sizes = {"u32": 4, "i64": 8, "u64": 8}
+
+    def size(struct: str) -> int:
+        body = re.search(rf"struct {struct} {{(.*?)\n}};", source, re.DOTALL)
+        assert body
+        total = 0
+        for line in body[1].splitlines():
+            field = re.match(r"\s+(const )?(\w+)(\*?) (.*?);", line)
+            if field is None:
+                continue
+            kind = 8 if field[3] or field[2] not in sizes else sizes[field[2]]
+            for name in field[4].split(","):
+                count = re.search(r"\[(\d+)\]", name)
+                total += kind * (int(count[1]) if count else 1)
+        return total
+
+    assert size("Table") == kernels._TABLE.size
+    assert size("Output") == kernels._OUT.size
+    assert size("Shard") == kernels._SHARD.size
+    head = re.search(r"struct ArgsFor {(.*?)Target target", source, re.DOTALL)
+    assert head
+    source = f"struct Head {{{head[1]}\n}};"
+    assert size("Head") == kernels._HEAD.size
