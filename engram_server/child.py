@@ -35,6 +35,7 @@ async def start(module: str, fds: Sequence[int]) -> tuple[asyncio.subprocess.Pro
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *fds),
             env=_environment(),
+            start_new_session=True,  # Ctrl-C reaches the whole group; the daemon alone decides what it means
         )
     except OSError as error:  # no process, no memory for one, no interpreter
         ours.close()

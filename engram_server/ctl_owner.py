@@ -16,7 +16,7 @@ POLL_S = 0.1
 _EXIT = {CheckState.PASSED: EXIT_OK, CheckState.DAMAGED: EXIT_CHECKPOINT, CheckState.FAILED: EXIT_OTHER}
 
 
-def add_commands(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Puts the commands into an argparse subparsers object; each sets `run`."""
     verify = commands.add_parser(
         "verify", help="compare all rows in memory with the digests of the load; exit code 4 where they differ"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection
@@ -11,11 +12,10 @@ import msgspec
 
 from engram_client.errors import AdoptError, CheckpointError, InternalError, LoaderDied, MapFailed
 from engram_client.identity import TableIdentity
-from engram_client.layout import ModelGeometry, parse_model_geometry
 from engram_client.protocol import LoadProgress, State, TableInfo
-from engram_server import adopt, gpus, origin
+from engram_server import adopt, gpus, origin, preflight
 from engram_server.bring_up import allocate_and_load
-from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
+from engram_server.checkpoint import read_model_geometry
 from engram_server.config import Config
 from engram_server.keep import Keeper
 from engram_server.load_job import LoadResult, make_job
@@ -111,7 +111,7 @@ class Holding:
             if adoption is not None:
                 adopt.release(adoption)
             # A checkpoint that cannot be loaded ends the daemon here, with what was kept still in place.
-            await asyncio.to_thread(self._read_source)
+            await asyncio.to_thread(preflight.read_source, self._config)
             self._keeper.forget(kept.manifest.folder)
             return None
         except BaseException:  # stopped, or the configuration is refused: what is kept stays
@@ -126,14 +126,17 @@ class Holding:
 
     def _plan_for(self, manifest: Manifest) -> Plan:
         """The plan of this configuration, for memory that is taken already."""
+        config = self._config
         try:
-            model = self._read_model()
+            # config.json alone: the tables' files need not even be there
+            model = manifest.model if config.geometry is not None else read_model_geometry(str(config.model_path))
         except CheckpointError as error:
             if not origin.unreadable(manifest.origin):
                 raise
             log.warning("%s", error)  # gone, not changed: its shape is still known
             model = manifest.model
-        return self._make_plan(model, check_resources=False)
+        machine = Machine.read(folder=config.host.path)
+        return make_plan(config, model, machine, gpus.read(config), check_resources=False)
 
     # Loading
 
@@ -144,10 +147,15 @@ class Holding:
         on_progress: Callable[[LoadProgress], None],
     ) -> Manifest:
         """Loads all tables, or those that could not be taken over."""
-        model, sources = await asyncio.to_thread(self._read_source)
+        prepared = await asyncio.to_thread(
+            functools.partial(preflight.prepare, self._config, check_resources=adoption is None)
+        )
+        model, sources = prepared.source.model, prepared.source.tables
         made_from = origin.origin_of(self._config, sources)
         if adoption is None:
-            self._accept(await asyncio.to_thread(self._make_plan, model, True))
+            self._accept(prepared.plan)
+        for finding in prepared.findings:
+            log.warning("%s: %s; %s", finding.id, finding.seen, finding.remedy)
         plan = self.planned if adoption is None else adopt.only(self.planned, adoption.missing)
         if sources is not None:
             wanted = {table.layer_id for table in plan.tables}
@@ -173,22 +181,6 @@ class Holding:
             tables=self.tables,
             result=self.result,
         )
-
-    def _read_source(self) -> tuple[ModelGeometry, tuple[TableSource, ...] | None]:
-        """The tables' shape, and where their bytes are; None for the latter where they are generated."""
-        if self._config.load_format == "auto":
-            opened = open_checkpoint(str(self._config.model_path))
-            return opened.model, opened.sources
-        return self._read_model(), None
-
-    def _read_model(self) -> ModelGeometry:
-        if self._config.geometry is not None:
-            return parse_model_geometry(self._config.geometry, "geometry")
-        return read_model_geometry(str(self._config.model_path))
-
-    def _make_plan(self, model: ModelGeometry, check_resources: bool) -> Plan:
-        machine = Machine.read(folder=self._config.host.path)
-        return make_plan(self._config, model, machine, gpus.read(self._config), check_resources=check_resources)
 
     def _accept(self, plan: Plan) -> None:
         self.plan = plan

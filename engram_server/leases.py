@@ -60,6 +60,10 @@ class Leases:
     def open_tickets(self) -> int:
         return len(self._tickets)
 
+    @property
+    def held(self) -> int:
+        return len(self._leases)
+
     def issue(self, grant: Grant) -> bytes:
         """A new ticket for `grant`. Raises TooManyClients when too many are unredeemed."""
         return self._tickets.issue(grant)
@@ -83,7 +87,7 @@ class Leases:
         self._leases.pop(lease.id, None)
         self._seen.pop(lease.id, None)
 
-    def held(self, lease_id: int) -> Lease:
+    def find(self, lease_id: int) -> Lease:
         """The lease of that number. Raises UnknownLease."""
         if lease_id not in self._leases:
             raise UnknownLease(lease=lease_id, held=list(self._leases)[:100])

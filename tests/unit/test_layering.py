@@ -28,10 +28,12 @@ LOADER_CHILD = frozenset(
         "verify",
         "generate",
         "make_checkpoint",
+        "forecast",
+        "doctor",
     )
 )
-"""Modules of the loader child (and of the tool that makes checkpoints): they use numpy, and nothing that the
-daemon imports may import them."""
+"""Modules of the loader child and of tools that do its work: they use numpy, and nothing that the daemon
+imports may import them."""
 
 
 def modules_of(package: str) -> list[str]:

@@ -101,9 +101,9 @@ def test_only_looking_and_attaching_are_for_everybody() -> None:
 def test_a_lease_that_is_not_held_is_named_with_those_that_are() -> None:
     leases = Leases(Clock())
     lease = leases.redeem(leases.issue(GRANT), PEER)
-    assert leases.held(lease.id) is lease
+    assert leases.find(lease.id) is lease
     with pytest.raises(UnknownLease) as caught:
-        leases.held(lease.id + 1)
+        leases.find(lease.id + 1)
     assert caught.value.held == [lease.id]
 
 
