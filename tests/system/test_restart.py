@@ -109,6 +109,7 @@ def control(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "COLUMNS": "200"},
     )
 
 
