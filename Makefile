@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test test-gpu check format bench bench-gpu clean
+.PHONY: demo test test-gpu check format bench bench-gpu soak fuzz clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -40,6 +40,16 @@ test-gpu: .venv/installed
 
 bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.gather_gpu
+
+# The long forms of the kill, churn and fuzz tests: about an hour, and three GiB of memory.
+soak: .venv/installed
+	ENGRAM_SOAK=1 $(BIN)/python -m pytest tests/system/test_kill.py tests/system/test_cuts.py
+
+# A million frames to the decoders and to a live daemon, then as many guided by coverage.
+fuzz: .venv/installed
+	ENGRAM_SOAK=1 $(BIN)/python -m pytest tests/fuzz
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'
+	$(BIN)/python -m tests.fuzz.guided -runs=1000000
 
 clean:
 	rm -rf .venv build *.egg-info engram_client/_native*.so
