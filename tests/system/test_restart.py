@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from engram_client import Client, connect
+from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.endpoint import endpoint_tag
 from engram_client.errors import EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT
 from engram_client.protocol import StatusReply
@@ -37,17 +38,18 @@ class Node:
         self.folder = folder
         self.manager = manager
         self.config: dict[str, Any] = {"model_path": str(checkpoint), "engram_config": PER_NODE, "host": host}
+        self.environ: dict[str, str] = {}
         self.daemons: list[Daemon] = []
         self._reference = CheckpointReference(checkpoint)
 
     def begin(self, **changes: Any) -> Daemon:
         """A daemon, not waited for."""
         config = {**self.config, **changes}
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"environ": self.environ}
         if self.manager is not None:
             options = {
                 "wrapper": self.manager.wrapper(),
-                "environ": self.manager.environ(),
+                "environ": self.environ | self.manager.environ(),
                 "pass_fds": self.manager.descriptors(),
             }
         daemon = Daemon(self.folder, config, **options)
@@ -102,14 +104,14 @@ def check_rows(client: Client, reference: CheckpointReference) -> None:
         np.testing.assert_array_equal(found, reference.rows(layer, ids).view(np.int16))
 
 
-def control(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+def control(daemon: Daemon, *arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """`engram-ctl` for this daemon's configuration."""
     return subprocess.run(
         [sys.executable, "-m", "engram_server.ctl", *arguments, "--config", str(daemon.config_path)],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **(environ or {})},
     )
 
 
@@ -464,3 +466,29 @@ def test_a_manager_that_is_gone_costs_nothing_but_its_news(folder: Path, checkpo
         assert "does not hear us" in daemon.log
     finally:
         node.clean_up()
+
+
+# Memory of the CUDA driver, on a fake that keeps exported memory as a driver does
+
+
+@pytest.mark.parametrize("engram", [{"placement": "gpu"}, {"placement": "cpu", "replication": "per_node"}], ids=str)
+def test_memory_of_the_cuda_driver_is_adopted_by_its_descriptors(
+    engram: dict[str, str], folder: Path, checkpoint: Path
+) -> None:
+    machine = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver", "ENGRAM_FAKE_CUDA": json.dumps({"gpus": 2})}
+    with ServiceManager(folder / "manager") as manager:
+        node = Node(folder, checkpoint, {}, manager)
+        node.config["engram_config"] = engram
+        node.environ = machine
+        try:
+            first, before = node.start()
+            backings = {segment.info.backing for segment in before.segments}
+            assert backings == {"cuda_device" if engram["placement"] == "gpu" else "cuda_host"}
+            first.kill()
+            second, after = node.start()
+            assert after.adopted
+            assert [t.identity for t in after.tables] == [t.identity for t in before.tables]
+            done = control(second, "verify", environ=machine)
+            assert done.returncode == 0, done.stdout + second.log
+        finally:
+            node.clean_up()
