@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from engram_client.table import MappedTable
-
-_open_clients: weakref.WeakSet[MappedClient] = weakref.WeakSet()
 
 
 def connect(
@@ -150,7 +147,6 @@ class MappedClient:
         self._tables: dict[int, MappedTable] = {}
         self._owner_pid = os.getpid()
         self._closed = False
-        _open_clients.add(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"layers {list(self._infos)}"
@@ -185,7 +181,7 @@ class MappedClient:
 
             info = self._infos[layer_id]
             (segment,) = info.segments
-            self._tables[layer_id] = MappedTable(
+            made = MappedTable(
                 info,
                 self._mappings[segment.id].view,
                 self._rank,
@@ -194,6 +190,7 @@ class MappedClient:
                 self._strict,
                 self.check_usable,
             )
+            return self._tables.setdefault(layer_id, made)  # another thread may have been faster
         return self._tables[layer_id]
 
     def check_usable(self, what: str) -> None:
@@ -204,10 +201,8 @@ class MappedClient:
             raise ClientClosed(what=what)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for table in self._tables.values():
+        self._closed = True  # first, so that no lookup starts while tables go
+        for table in list(self._tables.values()):
             table.close()
         for mapping in self._mappings.values():
             mapping.close()
@@ -220,15 +215,3 @@ class MappedClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def close_lease_in_child(self) -> None:
-        """A forked child's copy of the connection would keep the lease alive after the rank's death."""
-        self._lease.close()
-
-
-def _after_fork_in_child() -> None:
-    for client in list(_open_clients):
-        client.close_lease_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

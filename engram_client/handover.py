@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,12 +42,16 @@ REPLY_LEAST_S = 1.0
 """What a reply may take even when the caller does not want to wait: a daemon that accepts is there."""
 
 
+_open_connections: weakref.WeakSet[HandoverConnection] = weakref.WeakSet()
+
+
 class HandoverConnection:
     """A connection that the daemon has accepted and greeted. A context manager that closes it."""
 
     def __init__(self, connected: socket.socket, epoch: str) -> None:
         self._socket = connected
         self.epoch = epoch
+        _open_connections.add(self)
 
     @classmethod
     def open(cls, path: str, timeout: float) -> Self:
@@ -143,6 +148,15 @@ class HandoverConnection:
 def milliseconds_until(deadline: float) -> int:
     """From now to `deadline` (of time.monotonic, infinity too), as poll(2) takes it."""
     return round(min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S) * 1000)
+
+
+def _after_fork_in_child() -> None:
+    """A forked child's copy of a connection would keep the lease alive after the rank's death."""
+    for connection in list(_open_connections):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _connect(path: str, deadline: float, timeout: float) -> socket.socket:

@@ -10,6 +10,7 @@ cuda_device.py GPU memory; both over vmm.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from engram_client.cuda.access import cuda_driver
@@ -80,6 +81,7 @@ def remove_stale(tag: str, folder: str | None = None) -> list[str]:
     removed = []
     for parent in {SHM_FOLDER, folder} - {None}:
         for path in sorted(Path(str(parent)).glob(f"engram-{tag}-L*")):
-            path.unlink(missing_ok=True)
-            removed.append(str(path))
+            with suppress(OSError):  # another user's: creating the segment will say so by name
+                path.unlink()
+                removed.append(str(path))
     return removed
