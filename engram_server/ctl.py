@@ -18,6 +18,7 @@ from engram_client.control import query_status
 from engram_client.errors import EXIT_OK, EXIT_OTHER, EngramError
 from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
+from engram_server import ctl_doctor
 from engram_server.config import load_config
 
 DEFAULT_VOCAB = 20_000
@@ -57,6 +58,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     status.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS")
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
+
+    for module in (ctl_doctor,):
+        module.add_parser(commands)
 
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")
     make.add_argument("folder", metavar="DIR", help="a new or empty folder")

@@ -18,7 +18,6 @@ from collections.abc import Coroutine, Sequence
 
 from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
 from engram_client.identity import TableIdentity
-from engram_client.layout import ModelGeometry, parse_model_geometry
 from engram_client.protocol import (
     Attach,
     Failed,
@@ -34,16 +33,14 @@ from engram_client.protocol import (
     endpoint_tag,
 )
 from engram_client.version import VERSION
-from engram_server import attach, gpus, state
+from engram_server import attach, preflight, state
 from engram_server.bring_up import allocate_and_load
-from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
 from engram_server.handover import Handover
 from engram_server.leases import Leases
 from engram_server.load_job import LoadResult, make_job
-from engram_server.machine import Machine
-from engram_server.plan import Plan, make_plan
+from engram_server.plan import Plan
 from engram_server.progress import ProgressDisplay
 from engram_server.segments import Segment, remove_stale
 from engram_server.sockets import EndpointLock, listen_for_handover
@@ -128,15 +125,15 @@ class Service:
     async def _bring_up(self) -> None:
         for path in remove_stale(self._tag, self._config.host.path):
             log.info("removed %s, which a daemon that died had left", path)
-        model, sources = await asyncio.to_thread(self._read_source)
-        machine = Machine.read(folder=self._config.host.path)
-        found = await asyncio.to_thread(gpus.read, self._config)  # the first call to a driver takes its time
-        self._plan = make_plan(self._config, model, machine, found)
+        prepared = await asyncio.to_thread(preflight.prepare, self._config)
+        self._plan = prepared.plan
         for remark in self._plan.remarks:
             log.warning("%s", remark)
+        for finding in prepared.findings:
+            log.warning("%s: %s; %s", finding.id, finding.seen, finding.remedy)
         log.info("%s", self._plan.log_line)
         self._enter(State.LOADING)
-        job = make_job(self._plan, self._config, sources, machine.cpus)
+        job = make_job(self._plan, self._config, prepared.source.tables, prepared.machine.cpus)
         with ProgressDisplay() as display:
 
             def report(progress: LoadProgress) -> None:
@@ -153,16 +150,6 @@ class Service:
         self._enter(State.READY)
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
-
-    def _read_source(self) -> tuple[ModelGeometry, tuple[TableSource, ...] | None]:
-        """The tables' shape, and where their bytes are; None for the latter where they are generated."""
-        config = self._config
-        if config.load_format == "auto":
-            opened = open_checkpoint(str(config.model_path))
-            return opened.model, opened.sources
-        if config.geometry is not None:
-            return parse_model_geometry(config.geometry, "geometry"), None
-        return read_model_geometry(str(config.model_path)), None
 
     def _table_infos(self, segments: Sequence[Segment], result: LoadResult) -> tuple[TableInfo, ...]:
         plan = self._planned

@@ -86,7 +86,11 @@ def test_the_flag_replaces_the_files_object_as_a_whole(folder: Path, checkpoint:
 
 
 def test_gpu_placement_without_a_gpu_names_the_way_out(folder: Path, checkpoint: Path) -> None:
-    code, log = run_to_end(folder, {"model_path": str(checkpoint), "engram_config": {}})
+    no_driver = {
+        "ENGRAM_CUDA_DRIVER": "tests.support.fake_driver:FakeDriver",
+        "ENGRAM_FAKE_CUDA": '{"driver": false}',
+    }
+    code, log = run_to_end(folder, {"model_path": str(checkpoint), "engram_config": {}}, environ=no_driver)
     assert code == EXIT_CONFIG
     assert '{"placement": "cpu"}' in log
 
