@@ -360,8 +360,7 @@ def test_the_daemon_and_its_loader_need_no_particular_working_folder(folder: Pat
     """Nor one that can be entered, nor names of letters only."""
     odd = folder / "тест folder"
     (odd / "cwd").mkdir(parents=True)
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = str(Path(__file__).parents[2])
     wrapper = ("sh", "-c", f'cd "{odd}/cwd" && rmdir "{odd}/cwd" && exec "$@"', "sh")
     config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu", "replication": "per_node"}}
     with running(odd, config, wrapper=wrapper, environ={"PYTHONPATH": path}) as daemon:
