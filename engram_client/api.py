@@ -105,7 +105,11 @@ class Client(Protocol):
         ...
 
     def close(self) -> None:
-        """Unmaps the tables and ends the lease. Closing twice is harmless."""
+        """Unmaps the tables and ends the lease. Closing twice is harmless.
+
+        Raises BufferError while another thread looks rows up: no lookup starts any more, and the tables are
+        unmapped by calling it again when the running ones have ended.
+        """
         ...
 
     def __enter__(self) -> Self: ...
@@ -149,6 +153,6 @@ class Connect(Protocol):
 
         Raises NoServer, ServerRefused, AccessDenied, ProtocolMismatch, ConnectTimeout, TransferCut,
         LoadFailed, ServerDraining, IdentityMismatch, TpSizeMismatch, RankInvalid, UnknownLayer,
-        TooManyClients, MapFailed or GroupInvalid.
+        TooManyClients, TooFewDescriptors, MapFailed or GroupInvalid.
         """
         ...

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -215,7 +214,7 @@ class MappedClient:
 
             info = self._infos[layer_id]
             (segment,) = info.segments
-            self._tables[layer_id] = MappedTable(
+            made = MappedTable(
                 info,
                 self._mappings[segment.id].view,
                 self._rank,
@@ -224,6 +223,7 @@ class MappedClient:
                 self._strict,
                 self.check_usable,
             )
+            return self._tables.setdefault(layer_id, made)  # another thread may have been faster
         return self._tables[layer_id]
 
     def check_usable(self, what: str) -> None:
@@ -234,10 +234,8 @@ class MappedClient:
             raise ClientClosed(what=what)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for table in self._tables.values():
+        self._closed = True  # first, so that no lookup starts while tables go
+        for table in list(self._tables.values()):
             table.close()
         for mapping in self._mappings.values():
             mapping.close()
