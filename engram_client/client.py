@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
