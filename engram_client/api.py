@@ -90,7 +90,14 @@ class Client(Protocol):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the daemon that gave the lease still lives. The tables stay readable when it does not."""
+        """Whether a daemon holds this client's lease. The tables stay readable when none does; the client takes
+        a new lease by itself when a daemon serves the same tables again."""
+        ...
+
+    @property
+    def stale(self) -> bool:
+        """Whether the daemon that is there now serves other tables (or another split) than those mapped here,
+        which stay readable and unchanged. Connect again for the new ones."""
         ...
 
     def table(self, layer_id: int) -> Table:

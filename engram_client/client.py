@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -23,6 +25,7 @@ from engram_client.errors import (
 )
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
+from engram_client.lease import Lease
 from engram_client.mapping.segments import CpuMapping, map_for_cpu
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
@@ -84,7 +87,32 @@ def connect(
     except BaseException:
         lease.close()
         raise
-    return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict)
+    again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
+    return MappedClient(endpoint, rank, world_size, attached, Lease(lease, again), mappings, group, strict)
+
+
+def _same_tables(request: Attach, attached: Attached) -> Attach:
+    """The request for a lease on exactly what `attached` handed out; it never waits for a load."""
+    return msgspec.structs.replace(
+        request,
+        layers=tuple(table.geometry.layer_id for table in attached.tables),
+        identity=tuple(table.identity for table in attached.tables),
+        roots={},
+        wait=False,
+    )
+
+
+def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConnection:
+    """A new lease. Its descriptors are not needed: the memory is mapped."""
+    lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
+    try:
+        attached = _attach(endpoint, lease, request, time.monotonic(), 0, None)
+        for descriptor in lease.redeem(attached.ticket, REPLY_LEAST_S).values():
+            os.close(descriptor)
+    except BaseException:
+        lease.close()
+        raise
+    return lease
 
 
 def _printable(name: str) -> str:
@@ -130,7 +158,7 @@ class MappedClient:
         rank: int,
         world_size: int,
         attached: Attached,
-        lease: HandoverConnection,
+        lease: Lease,
         mappings: dict[str, CpuMapping],
         group: ProcessGroup | None,
         strict: bool,
@@ -147,6 +175,8 @@ class MappedClient:
         self._tables: dict[int, MappedTable] = {}
         self._owner_pid = os.getpid()
         self._closed = False
+        # A client that is dropped without close() gives its lease up all the same.
+        weakref.finalize(self, lease.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"layers {list(self._infos)}"
@@ -171,6 +201,10 @@ class MappedClient:
     @property
     def server_alive(self) -> bool:
         return not self._closed and self._owner_pid == os.getpid() and self._lease.alive
+
+    @property
+    def stale(self) -> bool:
+        return self._lease.stale
 
     def table(self, layer_id: int) -> MappedTable:
         self.check_usable(f"table {layer_id}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,7 @@ from engram_client.errors import ConnectTimeout, MalformedMessage, TooFewDescrip
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection, milliseconds_until
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
+    Done,
     Failed,
     Progress,
     Reply,
@@ -126,3 +127,21 @@ def query_status(endpoint: str, *, timeout: float = 5.0, handover: str | None = 
                 if isinstance(reply, StatusReply):
                     return reply
     raise TransferCut(doing="asking for the status")
+
+
+def ask_owner(
+    endpoint: str, request: Callable[[bytes], Request], *, timeout: float = 5.0, handover: str | None = None
+) -> None:
+    """Sends the request that `request(permit)` makes, for which the daemon's own user or root is needed, and
+    waits for Done.
+
+    Raises NotPermitted, what the request itself raises, and what `query_status` raises.
+    """
+    doing = "asking the daemon"
+    with HandoverConnection.open(handover_path(endpoint, handover), timeout) as connection:
+        permit = connection.authorize(max(timeout, REPLY_LEAST_S))
+        with ControlConnection(endpoint, connection) as control:
+            for reply in control.request(request(permit), max(timeout, REPLY_LEAST_S), doing):
+                if isinstance(reply, Done):
+                    return
+    raise TransferCut(doing=doing)

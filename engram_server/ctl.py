@@ -1,4 +1,4 @@
-"""`engram-ctl`: look at a daemon, make a checkpoint to try it on."""
+"""`engram-ctl`: look at a daemon, ask things of it, make a checkpoint to try it on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import msgspec
 
 from engram_client.control import query_status
 from engram_client.errors import EXIT_OK, EXIT_OTHER, EngramError
-from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
+from engram_client.protocol import BEAT_INTERVAL_S, DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
-from engram_server import ctl_doctor
+from engram_server import ctl_doctor, ctl_owner
 from engram_server.config import load_config
 
 DEFAULT_VOCAB = 20_000
@@ -59,7 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
 
-    for module in (ctl_doctor,):
+    for module in (ctl_doctor, ctl_owner):
         module.add_parser(commands)
 
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")
@@ -114,6 +114,10 @@ def print_status(reply: StatusReply) -> None:
     if reply.load is not None and reply.state == "loading":
         share = 100 * reply.load.done_bytes / max(reply.load.total_bytes, 1)
         console.print(f"{reply.load.phase}: {share:.0f} % of {gib(reply.load.total_bytes)}")
+    if reply.check is not None:
+        console.print(f"latest check: {reply.check.state} {'; '.join(reply.check.damage)}{reply.check.problem or ''}")
+    if reply.outlook:
+        console.print(reply.outlook)
     if reply.options is not None:
         chosen = reply.options
         console.print(
@@ -130,7 +134,7 @@ def print_status(reply: StatusReply) -> None:
             info.id, f"{info.shard.rows:,}", gib(info.nbytes), info.backing, f"{coverage:.0f} %", root[:16]
         )
     console.print(segments)
-    clients = Table("lease", "name", "pid", "uid", "rank", "device", "layers", "age", title="clients")
+    clients = Table("lease", "name", "pid", "uid", "rank", "device", "layers", "age", "seen", title="clients")
     for lease in reply.leases:
         clients.add_row(
             str(lease.id),
@@ -141,10 +145,16 @@ def print_status(reply: StatusReply) -> None:
             lease.device,
             ", ".join(map(str, lease.layers)),
             f"{lease.age_s:.0f} s",
+            _seen(lease.last_seen_s),
         )
     console.print(clients)
     if len(reply.leases) < reply.lease_count:
         console.print(f"{len(reply.leases)} of {reply.lease_count} clients shown")
+
+
+def _seen(seconds: float) -> str:
+    """How long ago; a process that missed three signs of life hangs, or is stopped."""
+    return f"{seconds:.0f} s ago" + (" [red](hangs?)[/]" if seconds > 3 * BEAT_INTERVAL_S else "")
 
 
 def gib(nbytes: int) -> str:

@@ -48,11 +48,11 @@ def roomy_shm() -> str:
 def host_section(backing: str, folder: Path) -> Iterator[dict[str, Any]]:
     if backing == "file":
         with tmpfs(folder / "tmpfs") as path:
-            yield {"backing": backing, "path": str(path)}
+            yield {"backing": backing, "path": str(path), "keep": "off"}
         return
     if backing == "posix_shm":
         roomy_shm()
-    yield {"backing": backing}
+    yield {"backing": backing, "keep": "off"}
 
 
 def ask_everything(rank: int, world_size: int, endpoint: str, checkpoint: str) -> int:
