@@ -15,6 +15,7 @@ from engram_client.layout import ROW_SCALES, ROW_VALUES
 from engram_client.lookup import ops, runtime
 from engram_client.lookup.checks import Found, Invalid, check_ids, stored_out
 from engram_client.lookup.collective import LocalRows, ShardedLookup
+from engram_client.lookup.cuda import GpuRows
 from engram_client.lookup.pending import PendingRows
 from engram_client.protocol import TableInfo
 
@@ -53,6 +54,8 @@ class MappedTable:
         self.local = local
         self.whole = whole
         self._lookup = ShardedLookup(group, rank, world_size, info.geometry, local, whole=whole)
+        alone = whole or world_size == 1
+        self._again = local.lookup_again if alone and isinstance(local, GpuRows) else None
         self._number = ops.register(self)
 
     def __repr__(self) -> str:
@@ -114,6 +117,12 @@ class MappedTable:
     ) -> Tensor | RawRows:
         if torch.compiler.is_compiling():
             return self._compiled(ids, out, hashed, tokens, counts, raw)
+        if self._again is not None and counts is None and not raw and isinstance(out, Tensor):
+            self._check_usable(self._name)
+            if self._strict:
+                self._refuse_counted()
+            if self._again(ids, out, hashed):
+                return out
         if raw:
             return RawRows(*self.lookup_raw_now(ids, out, hashed=hashed, tokens=tokens, counts=counts))
         return self.lookup_now(ids, out, hashed=hashed, tokens=tokens, counts=counts)
@@ -196,7 +205,7 @@ class MappedTable:
 
     def _refuse_counted(self) -> None:
         """For a device that counts by itself: what it has counted since. Never in the middle of a capture."""
-        if self.local.counts_itself and not runtime.capturing():
+        if self.local.counts_itself and self.invalid_ids > self._seen and not runtime.capturing():
             self.check()
 
     def _settled(self, found: Found) -> Tensor:

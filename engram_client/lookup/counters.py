@@ -17,6 +17,7 @@ from engram_client.mapping.registered import wait_for
 
 _WORDS: Final = 3
 _WORD_BYTES: Final = 8
+_NONE: Final = Invalid()
 
 
 class Counters:
@@ -46,11 +47,9 @@ class Counters:
 
     def read(self, index: int) -> Invalid:
         """What was counted since the start: how many, and which was the first that a kernel found."""
-        count, first, position = self._words[index * _WORDS : (index + 1) * _WORDS]
-        return Invalid(count, first, position) if count else Invalid()
-
-    def count(self, index: int) -> int:
-        return self._words[index * _WORDS]
+        if not self._words[index * _WORDS]:
+            return _NONE
+        return Invalid(*self._words[index * _WORDS : (index + 1) * _WORDS])
 
     def close(self) -> None:
         """Waits for the GPU. Twice is harmless; the counts stay readable."""

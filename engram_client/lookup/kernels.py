@@ -45,6 +45,8 @@ _OUT = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QQqqqQQII")
 _SHARD = struct.Struct("<QQq")
 _ADDRESS = struct.Struct("<Q")
+_IDS_WORD = struct.calcsize("<Qq8I") // 8
+_OUT_WORD = _HEAD.size // 8
 _UNUSED = (0, 0, 0)
 _TARGET_BYTES = _OUT.size + _TABLE.size
 _ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
@@ -145,6 +147,17 @@ class _Parameters:
     def __init__(self, shards: bytes | None) -> None:
         self.args = ctypes.create_string_buffer(_ARGS_BYTES)
         self._shards = ctypes.create_string_buffer(shards, len(shards)) if shards else None
+        self._set_pointers()
+
+    def copy(self) -> _Parameters:
+        """Args of its own; the shards, which never change, are shared."""
+        twin = _Parameters.__new__(_Parameters)
+        twin.args = ctypes.create_string_buffer(self.args.raw, _ARGS_BYTES)
+        twin._shards = self._shards
+        twin._set_pointers()
+        return twin
+
+    def _set_pointers(self) -> None:
         blocks = [self.args] if self._shards is None else [self.args, self._shards]
         self._pointers = (ctypes.c_void_p * len(blocks))(*(ctypes.addressof(block) for block in blocks))
         self.address = ctypes.addressof(self._pointers)
@@ -260,16 +273,29 @@ class Gather:
         if plan.items == 0:
             return
         with self._lock:
-            self._pack(plan, ids, outs, workspace)
-            if plan.slots:
-                self._order(plan, stream, workspace)
-            self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
-            if plan.slots:
-                self._kernels.launch(plan.fill, plan.fill_grid, _ORDER_THREADS, stream, self._parameters.address)
+            self._pack(self._parameters.args, plan, ids, outs, workspace)
+            self._run(plan, stream, workspace, self._parameters.address)
 
-    def _pack(self, plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int) -> None:
+    def for_layout(self, ids: Ids, *, ordered: bool) -> FixedGather:
+        """The same for one table and ids that always lie like `ids`, whose address does not count. Raises
+        Unsupported."""
+        plan = self._plan(ids.tokens, ids.columns, ordered)
+        parameters = self._parameters.copy()
+        self._pack(parameters.args, plan, ids, [Out(0)], 0)
+        return FixedGather(self, plan, parameters)
+
+    def _run(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:
+        kernels = self._kernels
+        if plan.slots:
+            self._order(plan, stream, workspace, parameters)
+        kernels.launch(plan.function, plan.grid, plan.threads, stream, parameters)
+        if plan.slots:
+            kernels.launch(plan.fill, plan.fill_grid, _ORDER_THREADS, stream, parameters)
+
+    def _pack(
+        self, arguments: ctypes.Array[ctypes.c_char], plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int
+    ) -> None:
         address, id_bytes, _, columns, token_stride, column_stride, table_stride = ids
-        arguments = self._parameters.args
         try:
             _HEAD.pack_into(
                 arguments,
@@ -322,14 +348,42 @@ class Gather:
         self._plans[tokens, columns, has_workspace] = plan
         return plan
 
-    def _order(self, plan: _Plan, stream: int, workspace: int) -> None:
+    def _order(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:
         """Leaves the ids in order of address in the workspace."""
-        kernels, parameters = self._kernels, self._parameters.address
+        kernels = self._kernels
         kernels.driver.memset_words_async(workspace, 0, self._counters + plan.slots, stream)
         grid = (-(-plan.items // _ORDER_THREADS), self.tables)
         kernels.launch(kernels.functions["order_count"], grid, _ORDER_THREADS, stream, parameters)
         kernels.launch(kernels.functions["order_scan"], (1, 1), _SCAN_THREADS, stream, parameters)
         kernels.launch(kernels.functions["order_place"], grid, _ORDER_THREADS, stream, parameters)
+
+
+class FixedGather:
+    """A gather of one table for ids of one layout: only addresses are left to be filled in."""
+
+    def __init__(self, gather: Gather, plan: _Plan, parameters: _Parameters) -> None:
+        self._plan = plan
+        self._parameters = parameters
+        self._words = (ctypes.c_uint64 * (_ARGS_BYTES // 8)).from_buffer(parameters.args)
+        self._run = gather._run
+        self._launch = gather._kernels.launch
+        self._lock = threading.Lock()
+
+    def __call__(self, ids: int, out: int, stream: int, workspace: int = 0) -> None:
+        """Addresses of the ids, of the bfloat16 rows, and of the workspace, if it was made to order. Raises
+        CudaCallFailed."""
+        plan = self._plan
+        if not plan.items:
+            return
+        with self._lock:
+            words = self._words
+            words[_IDS_WORD] = ids
+            words[_OUT_WORD] = out
+            if plan.slots:
+                words[0] = workspace
+                self._run(plan, stream, workspace, self._parameters.address)
+            else:
+                self._launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
 
 
 class _Once:
