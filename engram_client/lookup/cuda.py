@@ -7,6 +7,7 @@ says nothing about them; `counted` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -134,8 +135,8 @@ class GpuRows:
         try:
             known(ids.data_ptr(), address, stream)
         except CudaCallFailed as error:
-            _give_context(error, ordinal)
-            known(ids.data_ptr(), address, stream)
+            with _context_after(error, self.kernels):
+                known(ids.data_ptr(), address, stream)
         return True
 
     def _remember(self, gather: Gather, ids: Tensor, out: Tensor, hashed: bool) -> None:
@@ -205,7 +206,7 @@ class GpuRows:
         flat = _flat(chosen, hashed)  # a copy, if it is one, is made before the streams part
         self._side.follow_current()
         out = _packed_out(rows) if raw else Out(rows.data_ptr())
-        launch(gather, self.kernels.ordinal, self._workspaces, flat, (out,), self._side)
+        launch(gather, self.kernels, self._workspaces, flat, (out,), self._side)
         self._side.record(self._done)
         in_use: list[Tensor] = [flat]
 
@@ -250,7 +251,7 @@ class GpuRows:
         return found
 
     def _launch(self, gather: Gather, ids: Tensor, hashed: bool, out: Out) -> None:
-        launch(gather, self.kernels.ordinal, self._workspaces, _flat(ids, hashed), (out,))
+        launch(gather, self.kernels, self._workspaces, _flat(ids, hashed), (out,))
 
     def _judge(self, work: CountInvalid | Callable[[Ids, int], None], ids: Tensor) -> None:
         if not ids.numel():
@@ -261,8 +262,8 @@ class GpuRows:
             try:
                 work(view, runtime.current_stream(ordinal))
             except CudaCallFailed as error:
-                _give_context(error, ordinal)
-                work(view, runtime.current_stream(ordinal))
+                with _context_after(error, self.kernels):
+                    work(view, runtime.current_stream(ordinal))
 
 
 class AllTables:
@@ -291,36 +292,38 @@ class AllTables:
         """ids `[tokens, tables, columns]` into bfloat16 `[tables, tokens, columns, 256]`, contiguous."""
         check_ids(ids, self._first.device, hashed, len(self._first.geometry.columns))
         outs = tuple(Out(_address(table)) for table in out)
-        launch(self._gathers[hashed], self._first.kernels.ordinal, self._workspaces, ids, outs)
+        launch(self._gathers[hashed], self._first.kernels, self._workspaces, ids, outs)
 
 
 def launch(
     gather: Gather,
-    ordinal: int,
+    kernels: Kernels,
     workspaces: Workspaces,
     ids: Tensor,
     outs: tuple[Out, ...],
     side: runtime.SideStream | None = None,
 ) -> None:
     """ids: `[tokens, columns]` or fewer dimensions, `[tokens, tables, columns]` for several tables."""
+    ordinal = kernels.ordinal
     if not runtime.is_current(ordinal):
         with runtime.current(ordinal):
-            return launch(gather, ordinal, workspaces, ids, outs, side)
+            return launch(gather, kernels, workspaces, ids, outs, side)
     view = _view(ids)
     stream = runtime.current_stream(ordinal) if side is None else side.handle
     workspace = workspaces.address(gather, view.tokens * view.columns, stream, side)
     try:
         gather(view, outs, stream, workspace)
     except CudaCallFailed as error:
-        _give_context(error, ordinal)
-        gather(view, outs, stream, workspace)
+        with _context_after(error, kernels):
+            gather(view, outs, stream, workspace)
 
 
-def _give_context(error: CudaCallFailed, ordinal: int) -> None:
-    """For a thread that never used CUDA, in which the first call fails and changes nothing; else raises."""
+def _context_after(error: CudaCallFailed, kernels: Kernels) -> AbstractContextManager[None]:
+    """For a thread that has no context yet, in which the first call fails and changes nothing; else raises.
+    Torch would not make it one: it takes the GPU for current there already."""
     if error.name != "CUDA_ERROR_INVALID_CONTEXT":
         raise error
-    runtime.make_current(ordinal)
+    return kernels.driver.context(kernels.ordinal)
 
 
 def _cut(ids: Tensor, columns: tuple[int, int] | None) -> Tensor:

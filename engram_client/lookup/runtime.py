@@ -34,11 +34,6 @@ def current(ordinal: int) -> AbstractContextManager[None]:
     return torch.cuda.device(ordinal)
 
 
-def make_current(ordinal: int) -> None:
-    """For a thread that has not used CUDA yet, and so has no context to launch in."""
-    torch.cuda.set_device(ordinal)
-
-
 def capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 

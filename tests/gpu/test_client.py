@@ -173,18 +173,18 @@ def test_the_gpu_and_the_cpu_client_agree_on_every_row_and_every_code(host_table
     with connect(host_table.endpoint, rank=0, world_size=1, device="cuda:0") as gpu:
         with connect(host_table.endpoint, rank=0, world_size=1) as cpu:
             for layer in gpu.layers:
-                ids = torch.randperm(gpu.table(layer).rows).view(-1, 1)[: gpu.table(layer).rows // 24 * 24].view(-1, 24)
+                ids = torch.randperm(gpu.table(layer).rows)
                 ours = gpu.table(layer).lookup(ids.cuda())
                 assert np.array_equal(bits(ours), bits(cpu.table(layer).lookup(ids)))
                 raw = gpu.table(layer).lookup(ids.cuda(), raw=True)
-                codes = torch.stack([raw.values.cpu().view(-1, 8, 32)[..., 0].reshape(-1), raw.scales.cpu().view(-1)])
-                assert len(torch.unique(codes[0])) == 256
-                assert len(torch.unique(codes[1])) == 256
+                assert len(torch.unique(raw.values)) == 256
+                assert len(torch.unique(raw.scales)) == 256
 
 
 # CUDA graphs
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("placement", ["cpu", "gpu"])
 def test_a_captured_lookup_follows_its_ids_for_a_thousand_replays(
     folder: Path, checkpoint: Path, placement: str

@@ -40,7 +40,6 @@ def install() -> None:
     runtime.device = lambda ordinal: torch.device("cpu")
     runtime.current_stream = lambda ordinal: 0
     runtime.is_current = lambda ordinal: True
-    runtime.make_current = lambda ordinal: None
     runtime.capturing = lambda: capturing
     runtime.current = current
     runtime.SideStream = FakeSide  # type: ignore[assignment,misc]
