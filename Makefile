@@ -40,6 +40,8 @@ test-gpu: .venv/installed
 
 bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.gather_gpu
+	$(BIN)/python -m tests.bench.client_gpu
+	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
 
 # The long forms of the kill, churn and fuzz tests: about an hour, and three GiB of memory.
 soak: .venv/installed

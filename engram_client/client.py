@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -9,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
@@ -17,16 +18,17 @@ from engram_client.control import ControlConnection
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
-    DeviceUnsupported,
     ForkedClient,
+    IdsShapeInvalid,
     RankInvalid,
     TransferCut,
     UnknownLayer,
 )
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
+from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
-from engram_client.mapping.segments import CpuMapping, map_for_cpu
+from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, map_for_cpu, map_for_gpu
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
     Attach,
@@ -38,8 +40,12 @@ from engram_client.protocol import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from engram_client.gpu import GpuTables
+    from engram_client.lookup.collective import LocalRows
+    from engram_client.lookup.kernels import Kernels
     from engram_client.table import MappedTable
 
 
@@ -61,8 +67,12 @@ def connect(
     """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
     if not 0 <= rank < world_size:
         raise RankInvalid(rank=rank, world_size=world_size)
-    if device != "cpu":
-        raise DeviceUnsupported(device=device)
+    ordinal = gpu_ordinal(device)
+    kernels = None
+    if ordinal is not None:
+        from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
+
+        kernels = prepare(ordinal)
     deadline = time.monotonic() + timeout
     request = Attach(
         rank=rank,
@@ -79,16 +89,23 @@ def connect(
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
-    lease = HandoverConnection.open(handover_path(endpoint, handover), timeout)
-    try:
+    sockets = handover_path(endpoint, handover)
+    with contextlib.ExitStack() as undo:
+        lease = undo.enter_context(HandoverConnection.open(sockets, timeout))
         attached = _attach(endpoint, lease, request, deadline, timeout, on_progress)
         descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
-        mappings = _map(attached.tables, descriptors)
-    except BaseException:
-        lease.close()
-        raise
-    again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
-    return MappedClient(endpoint, rank, world_size, attached, Lease(lease, again), mappings, group, strict)
+        mappings = _map(attached.tables, descriptors, ordinal, os.path.dirname(sockets))
+        for mapping in mappings.values():
+            undo.callback(mapping.close)
+        again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
+        kept = Lease(lease, again)
+        undo.callback(kept.close)
+        client = MappedClient(endpoint, rank, world_size, attached, kept, mappings, group, strict)
+        if kernels is not None:
+            undo.callback(client.close)
+            client.open_on_gpu(kernels)
+        undo.pop_all()
+    return client
 
 
 def _same_tables(request: Attach, attached: Attached) -> Attach:
@@ -140,10 +157,18 @@ def _attach(
     raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
-def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, CpuMapping]:
-    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none."""
+def _map(
+    tables: Sequence[TableInfo], descriptors: dict[str, int], ordinal: int | None, lock_path: str
+) -> Mapping[str, CpuMapping | GpuMapping]:
+    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none.
+
+    lock_path: the sockets' folder, which all ranks of a node share: those that register memory take turns.
+    """
+    segments = [segment for table in tables for segment in table.segments]
     try:
-        return map_for_cpu([segment for table in tables for segment in table.segments], descriptors)
+        if ordinal is None:
+            return map_for_cpu(segments, descriptors)
+        return map_for_gpu(segments, descriptors, ordinal, lock_path=lock_path)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -159,7 +184,7 @@ class MappedClient:
         world_size: int,
         attached: Attached,
         lease: Lease,
-        mappings: dict[str, CpuMapping],
+        mappings: Mapping[str, CpuMapping | GpuMapping],
         group: ProcessGroup | None,
         strict: bool,
     ) -> None:
@@ -173,6 +198,7 @@ class MappedClient:
         self._group = group
         self._strict = strict
         self._tables: dict[int, MappedTable] = {}
+        self._gpu: GpuTables | None = None
         self._owner_pid = os.getpid()
         self._closed = False
         # A client that is dropped without close() gives its lease up all the same.
@@ -211,20 +237,56 @@ class MappedClient:
         if layer_id not in self._infos:
             raise UnknownLayer(layer_id=layer_id, served=list(self._infos))
         if layer_id not in self._tables:
-            from engram_client.table import MappedTable  # brings torch, which a rank has and a tool may not
-
-            info = self._infos[layer_id]
-            (segment,) = info.segments
-            self._tables[layer_id] = MappedTable(
-                info,
-                self._mappings[segment.id].view,
-                self._rank,
-                self._world_size,
-                self._group,
-                self._strict,
-                self.check_usable,
-            )
+            made = self._opened(self._infos[layer_id])
+            return self._tables.setdefault(layer_id, made)  # another thread may have been faster
         return self._tables[layer_id]
+
+    def _opened(self, info: TableInfo) -> MappedTable:
+        from engram_client.lookup.cpu import SegmentRows  # brings torch, which a rank has and a tool may not
+        from engram_client.table import MappedTable
+
+        local: LocalRows
+        if self._gpu is not None:
+            local, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+        else:
+            (part,) = info.segments
+            view = cast("CpuMapping", self._mappings[part.id]).view
+            local, whole = SegmentRows(view, info.geometry, part.shard, part.row_format), part.rank is None
+        return MappedTable(
+            info, local, self._rank, self._world_size, self._group, self._strict, self.check_usable, whole=whole
+        )
+
+    def open_on_gpu(self, kernels: Kernels) -> None:
+        """Opens all tables on the kernels' GPU, so that nothing is left to fail, or to be captured, later."""
+        from engram_client.gpu import GpuTables
+
+        self._gpu = GpuTables(kernels, list(self._infos.values()))
+        for layer in self._infos:
+            self.table(layer)
+
+    def lookup_all(self, ids: Tensor, *, hashed: bool = False) -> Tensor:
+        import torch
+
+        from engram_client.lookup.checks import check_ids
+
+        tables = [self.table(layer) for layer in self._infos]
+        columns = len(tables[0].columns)
+        check_ids(ids, tables[0].local.device, hashed=False, columns=columns)
+        if ids.dim() != 3 or ids.shape[1] != len(tables) or (hashed and ids.shape[2] != columns):
+            expected = f"[tokens, {len(tables)}, {columns}]"
+            raise IdsShapeInvalid(found=str(list(ids.shape)), expected=expected)
+        tokens, _, width = ids.shape
+        shape = (len(tables), tokens, width, ROW_VALUES)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=ids.device)
+        if self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
+            for index, table in enumerate(tables):
+                table.lookup(ids[:, index], out[index], hashed=hashed)
+        return out.transpose(0, 1)
+
+    def check(self) -> None:
+        self.check_usable("check()")
+        for table in self._tables.values():
+            table.check()
 
     def check_usable(self, what: str) -> None:
         """Raises ForkedClient in a forked child and ClientClosed after close()."""
@@ -234,11 +296,11 @@ class MappedClient:
             raise ClientClosed(what=what)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for table in self._tables.values():
+        self._closed = True  # first, so that no lookup starts while tables go
+        for table in list(self._tables.values()):
             table.close()
+        if self._gpu is not None:
+            self._gpu.close()
         for mapping in self._mappings.values():
             mapping.close()
         self._lease.close()

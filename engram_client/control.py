@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -9,7 +11,7 @@ from typing import Self
 
 import zmq
 
-from engram_client.errors import ConnectTimeout, MalformedMessage, TransferCut
+from engram_client.errors import ConnectTimeout, MalformedMessage, TooFewDescriptors, TransferCut
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection, milliseconds_until
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
@@ -26,6 +28,7 @@ from engram_client.protocol import (
     ipc_path,
 )
 
+_SPARE_DESCRIPTORS = 16
 LAST_WORDS_MS = 250
 """How long to listen for a Failed after the daemon has closed its other socket."""
 
@@ -37,6 +40,7 @@ class ControlConnection:
     """
 
     def __init__(self, endpoint: str, handover: HandoverConnection) -> None:
+        _check_descriptors()
         self._handover = handover
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -94,6 +98,22 @@ class ControlConnection:
             raise self._handover.last_error() or TransferCut(doing=doing)
         if time.monotonic() >= deadline:
             raise ConnectTimeout(timeout_s=timeout, doing=doing, cause=cause)
+
+
+def _check_descriptors() -> None:
+    """libzmq aborts the whole process, an engine's rank, when it cannot have its descriptors. It takes eight.
+
+    Raises TooFewDescriptors.
+    """
+    spare: list[int] = []
+    try:
+        spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE_DESCRIPTORS))
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise TooFewDescriptors(limit=limit, needed=_SPARE_DESCRIPTORS) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
 
 
 def query_status(endpoint: str, *, timeout: float = 5.0, handover: str | None = None) -> StatusReply:

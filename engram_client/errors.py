@@ -273,7 +273,7 @@ class LoaderDied(ResourceError):
 
 class TooFewDescriptors(ResourceError):
     template = (
-        "this process may open {limit} files, too few for {needed}: raise its limit (ulimit -n, "
+        "this process may have {limit} files open and needs room for {needed}: raise its limit (ulimit -n, "
         "LimitNOFILE= of a systemd unit), or close some"
     )
     limit: int
@@ -593,7 +593,7 @@ class UnknownLease(ConnectError):
 
 
 class DeviceUnsupported(ConnectError):
-    template = 'lookups on device {device!r} are not supported by this version of the client; use device "cpu"'
+    template = 'lookups on device {device!r} are not supported; use device "cpu" or "cuda:N"'
     device: str
 
 

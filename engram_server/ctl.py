@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
@@ -24,6 +26,8 @@ DEFAULT_VOCAB = 20_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # tables have lines that an ASCII terminal has not
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         code = run(options)
@@ -36,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter's own flush must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OTHER
+    except OSError as error:  # of the output: what else goes wrong has a name
+        print(f"engram-ctl: {error.strerror or error}", file=sys.stderr)
         return EXIT_OTHER
 
 
@@ -73,10 +80,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds >= 0:  # NaN neither
-        raise ValueError(text)
-    return seconds
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if seconds >= 0:  # NaN is not
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ cuda_device.py GPU memory; both over vmm.py
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from engram_client.cuda.access import cuda_driver
@@ -81,7 +82,9 @@ def remove_stale(tag: str, folder: str | None = None, keep: Collection[str] = ()
     prefix = f"engram-{tag}-"
     for parent in {SHM_FOLDER, folder} - {None}:
         for path in sorted(Path(str(parent)).glob(f"{prefix}L*")):
-            if path.name.removeprefix(prefix) not in keep:
-                path.unlink(missing_ok=True)
+            if path.name.removeprefix(prefix) in keep:
+                continue
+            with suppress(OSError):  # another user's: creating the segment will say so by name
+                path.unlink()
                 removed.append(str(path))
     return removed
