@@ -167,7 +167,7 @@ class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: str
     layers: tuple[int, ...]
     age_s: float
-    last_seen_s: float
+    last_seen_s: float = 0.0
     """Seconds since its process last gave a sign of life: many times BEAT_INTERVAL_S mean that it hangs."""
 
 
@@ -295,11 +295,11 @@ class StatusReply(_Message, frozen=True, tag="status_reply"):
     """As many as a frame holds."""
     lease_count: int
     failure: str | None
-    adopted: bool
+    adopted: bool = False
     """Whether the tables were taken over from an earlier daemon, and nothing was loaded."""
-    outlook: str
+    outlook: str = ""
     """What a restart of the daemon will cost, in words."""
-    check: CheckStatus | None
+    check: CheckStatus | None = None
 
 
 class Done(_Message, frozen=True, tag="done"):

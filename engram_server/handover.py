@@ -40,7 +40,6 @@ from engram_client.protocol import (
 )
 from engram_server.config import ControlConfig
 from engram_server.leases import Lease, Leases, Peer
-from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class Handover:
         control: ControlConfig,
         epoch: str,
         leases: Leases,
-        permits: Tickets[Peer],
         descriptor_of: Callable[[str], int],
     ) -> None:
         self._listener = listener
@@ -72,7 +70,6 @@ class Handover:
         self._gids = frozenset(control.gids)
         self._epoch = epoch
         self._leases = leases
-        self._permits = permits
         self._descriptor_of = descriptor_of
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
@@ -151,7 +148,7 @@ class Handover:
         owner = os.geteuid()
         if peer.uid not in (0, owner):
             raise NotPermitted(request="authorize", owner=owner, problem=f"uid {peer.uid} asked")
-        return self._permits.issue(peer)
+        return self._leases.permits.issue(peer)
 
     def evict(self, lease_id: int) -> None:
         """Ends a lease, after telling its holder. Raises UnknownLease."""

@@ -49,6 +49,8 @@ class Leases:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._tickets: Tickets[Grant] = Tickets(now, "unredeemed tickets")
+        self.permits: Tickets[Peer] = Tickets(now, "unused permits")
+        """For what only the owner may ask on the control socket."""
         self._leases: dict[int, Lease] = {}
         self._seen: dict[int, float] = {}
         self._last_id = 0

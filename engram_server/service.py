@@ -52,10 +52,9 @@ from engram_server.fdstore import ServiceManager
 from engram_server.handover import Handover
 from engram_server.holding import Holding
 from engram_server.keep import Keeper
-from engram_server.leases import Leases, Peer
+from engram_server.leases import Leases
 from engram_server.progress import ProgressDisplay
 from engram_server.sockets import EndpointLock, listen_for_handover
-from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,6 @@ class Service:
         self._started = time.monotonic()
         self._tag = endpoint_tag(self._config.control.endpoint)
         self._leases = Leases(time.monotonic)
-        self._permits: Tickets[Peer] = Tickets(time.monotonic, "unused permits")
         self._waiting: dict[Asker, Attach] = {}
         self._keeper = Keeper(self._config, self._tag, self._manager)
         self._holding = Holding(self._config, self._tag, self._epoch, self._keeper)
@@ -115,7 +113,6 @@ class Service:
                 self._config.control,
                 self._epoch,
                 self._leases,
-                self._permits,
                 lambda name: self._holding.segments[name].readable_fd,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
@@ -193,7 +190,7 @@ class Service:
         rule = state.RULES[type(request)]
         if self._state not in rule.answered | rule.waits:
             self._refuse(request)
-        if rule.role is state.Role.OWNER and self._permits.take(getattr(request, "permit", b"")) is None:
+        if rule.role is state.Role.OWNER and self._leases.permits.take(getattr(request, "permit", b"")) is None:
             problem = "the permit is unknown, used or expired"
             raise NotPermitted(request=str(request.__struct_config__.tag), owner=os.geteuid(), problem=problem)
         return self._handlers[type(request)](asker, request)

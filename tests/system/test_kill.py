@@ -241,7 +241,9 @@ def test_clients_come_and_go_beside_a_daemon_that_restarts(folder: Path, checkpo
         finally:
             for client in clients:
                 client.kill()
-                client.communicate()
+                client.wait()
+                if client.stdout is not None:
+                    client.stdout.close()
         assert [client.returncode for client in clients] == [0] * CHURN_CLIENTS
         assert restarts > 0
         assert min(each["attached"] for each in counted) > 0
