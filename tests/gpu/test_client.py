@@ -345,14 +345,18 @@ def test_compiled_code_looks_up_without_a_graph_break(host_table: Daemon, checkp
             return out.flatten(1)
 
         out = torch.zeros(2, 24, 256, dtype=torch.bfloat16, device="cuda")
-        for backend in ("aot_eager", "cudagraphs"):
-            torch.compiler.reset()
-            for _ in range(4):
-                rows = torch.compile(plain, fullgraph=True, backend=backend)(ids)
-                assert np.array_equal(bits(rows).reshape(2, 24, 256), expected)
-            out.zero_()
-            torch.compile(given, fullgraph=True, backend=backend)(ids, out)
-            assert np.array_equal(bits(out), expected)
+        torch.compiler.reset()
+        rows = torch.compile(plain, fullgraph=True, backend="aot_eager")(ids)
+        assert np.array_equal(bits(rows).reshape(2, 24, 256), expected)
+        compiled = torch.compile(given, fullgraph=True, backend="aot_eager")
+        compiled(ids, out)
+        assert np.array_equal(bits(out), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compiled(ids, out)
+        out.zero_()
+        graph.replay()
+        assert np.array_equal(bits(out), expected)
 
 
 def test_rows_of_a_table_of_full_size_are_found() -> None:
@@ -378,6 +382,7 @@ def test_rows_of_a_table_of_full_size_are_found() -> None:
             device=driver.device_uuid(0),
         )
         chosen = [0, 2**32 // 264, 2**32 // 264 + 1, 2**32 // 256, 2**36 // 264, rows - 2, rows - 1]
+        chosen = [row for row in chosen if row < rows]
         write_rows(handle, nbytes, rows, chosen, row_format)
         mapped = map_for_gpu([info], {"L1": fd}, 0)
         table = TableInfo(geometry=geometry, identity=TableIdentity.of(geometry, None), segments=(info,))
