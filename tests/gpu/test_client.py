@@ -102,21 +102,22 @@ def ask(rank: int, world_size: int, endpoint: str, checkpoint: str, nccl: bool =
                 assert np.array_equal(rows[part], reference.rows(layer, part).view(np.int16))
             compared += len(rows)
         if nccl:
-            capture_collective(client, reference, device)
+            for tokens in (32, 64):  # few are summed, more exchanged
+                capture_collective(client, reference, device, tokens)
     return compared
 
 
-def capture_collective(client: Any, reference: CheckpointReference, device: torch.device) -> None:
+def capture_collective(client: Any, reference: CheckpointReference, device: torch.device, tokens: int) -> None:
     table = client.table(1)
-    ids = hashed_ids(table.columns, 32, 1).to(device)
-    out = torch.empty(32, 24, 256, dtype=torch.bfloat16, device=device)
+    ids = hashed_ids(table.columns, tokens, 1).to(device)
+    out = torch.empty(tokens, 24, 256, dtype=torch.bfloat16, device=device)
     table.lookup(ids, out, hashed=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         table.lookup(ids, out, hashed=True)
     for seed in range(20):
-        ids.copy_(hashed_ids(table.columns, 32, seed))
+        ids.copy_(hashed_ids(table.columns, tokens, seed))
         graph.replay()
         Asking(client, reference, device, torch.cuda.synchronize).same(out, 1, ids, True)
 
