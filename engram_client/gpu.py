@@ -16,7 +16,8 @@ from engram_client.layout import whole
 from engram_client.lookup import runtime
 from engram_client.lookup.counters import Counters
 from engram_client.lookup.cuda import AllTables, GpuRows
-from engram_client.lookup.kernels import Kernels, Part
+from engram_client.lookup.kernels import Kernels
+from engram_client.lookup.packing import Part
 from engram_client.lookup.shapes import Memory
 from engram_client.mapping.segments import GpuMapping, visible_gpus
 from engram_client.protocol import Backing, SegmentInfo, TableInfo

@@ -79,7 +79,7 @@ class ControlConfig(_Section, frozen=True):
     mode: Mode = "0600"
     """Mode of both sockets."""
     uids: tuple[UserId, ...] = ()
-    """Users that may attach; with gids empty too, only the daemon's own."""
+    """Users that may attach besides the daemon's own, which always may."""
     gids: tuple[UserId, ...] = ()
     """Groups that may attach."""
 

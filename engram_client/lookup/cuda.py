@@ -17,20 +17,9 @@ from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat, S
 from engram_client.lookup import runtime
 from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids, raw_out
 from engram_client.lookup.counters import Counters
-from engram_client.lookup.kernels import (
-    BF16_ROW_BYTES,
-    MAX_SHARDS,
-    MAX_TABLES,
-    CountInvalid,
-    Exchanged,
-    FixedGather,
-    Gather,
-    Ids,
-    Kernels,
-    Out,
-    Part,
-    Source,
-)
+from engram_client.lookup.exchange import CountInvalid, Exchanged
+from engram_client.lookup.kernels import FixedGather, Gather, Kernels
+from engram_client.lookup.packing import BF16_ROW_BYTES, MAX_SHARDS, MAX_TABLES, Ids, Out, Part, Source
 from engram_client.lookup.shapes import FEW_THREADS, PREFETCH_BLOCKS, Memory
 from engram_client.lookup.workspace import PrefetchBuffer, Workspaces
 

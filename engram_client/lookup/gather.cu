@@ -2,8 +2,8 @@
 //
 // In this order: types; loads and stores; values; index arithmetic and the rules for ids; sources; kernels.
 // ordered.cu goes on with large batches of host tables and is compiled in one piece with this.
-// Compiled by NVRTC without any header, for sm_80 and later. engram_client/lookup/kernels.py holds the
-// mirror of the structs and decides the shape of each launch.
+// Compiled by NVRTC without any header, for sm_80 and later. engram_client/lookup/packing.py holds the
+// mirror of the structs, shapes.py the shape of each launch.
 //
 // Assumptions that the host has checked: every address is readable from this GPU; packed rows are
 // 8-byte aligned and planar ones 16-byte; outputs are 16-byte aligned; fewer than 2^31 ids in a launch; fewer

@@ -18,96 +18,42 @@ from engram_client.cuda.access import cuda_driver
 from engram_client.errors import Unsupported
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat
 from engram_client.lookup import nvrtc
+from engram_client.lookup.packing import (
+    ARGS_BYTES,
+    BF16_ROW_BYTES,
+    HEAD,
+    IDS_WORD,
+    MAX_ITEMS,
+    MAX_PART_ROWS,
+    MAX_SHARDS,
+    MAX_TABLES,
+    OUT,
+    OUT_WORD,
+    SHARD,
+    SPREAD_BUCKETS,
+    TABLE,
+    TARGET_BYTES,
+    UNUSED,
+    Ids,
+    Out,
+    Parameters,
+    Source,
+    division_constants,
+)
 from engram_client.lookup.shapes import (
     FILL_BLOCKS,
     KERNELS,
     SORT_FROM_IDS,
     Kind,
     Memory,
-    Shape,
     bucket_shift,
-    count_shape,
-    exchange_shape,
     shape_for,
     sorts,
 )
 
-MAX_TABLES = 4
-MAX_SHARDS = 64
-SPREAD_BUCKETS = 2 * 64
-MAX_ITEMS = 2**31 - 1
-MAX_PART_ROWS = 2**32 - 1
-BF16_ROW_BYTES = 2 * ROW_VALUES
-
-# The mirrors of struct ArgsFor up to its targets, of Output, Table and Shard.
-_HEAD = struct.Struct("<Qq8IQ10I")
-_OUT = struct.Struct("<QQ")
-_TABLE = struct.Struct("<QQqqqQQII")
-_SHARD = struct.Struct("<QQq")
-_ADDRESS = struct.Struct("<Q")
-_IDS_WORD = struct.calcsize("<Qq8I") // 8
-_OUT_WORD = _HEAD.size // 8
-_UNUSED = (0, 0, 0)
-_TARGET_BYTES = _OUT.size + _TABLE.size
-_ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
 _PLANS_KEPT = 1024
 _ORDER_THREADS = 256
 _SCAN_THREADS = 1024
-
-
-class Part(NamedTuple):
-    """Rows `[start, stop)` of a table, at `address` as the GPU sees it, 16-byte aligned."""
-
-    address: int
-    start: int
-    stop: int
-
-    def planes(self, row_format: RowFormat) -> tuple[int, int]:
-        """Addresses of the first row's values and scales."""
-        values = (self.stop - self.start) * ROW_VALUES if row_format is RowFormat.PLANAR else ROW_VALUES
-        return self.address, self.address + values
-
-
-class Source(NamedTuple):
-    """One table as a launch reads it.
-
-    parts: what can be read, in row order; one part, or all shards for a peer read.
-    rows: rows of the whole table.
-    column_starts: device address of int64 `[columns + 1]`, the first row of each column of the ids and the
-    end of the last; 0 where ids are not hashed.
-    invalid: device address of three zeroed 64-bit words: count, one invalid id, its position.
-    """
-
-    parts: tuple[Part, ...]
-    rows: int
-    invalid: int
-    column_starts: int = 0
-
-
-class Ids(NamedTuple):
-    """Row ids in device memory: `[tables, tokens, columns]` with any strides, in bytes (below 2^32 for tokens
-    and columns)."""
-
-    address: int
-    id_bytes: int
-    tokens: int
-    columns: int
-    token_stride: int
-    column_stride: int
-    table_stride: int = 0
-
-
-class Out(NamedTuple):
-    """Where one table's rows go: `[tokens * columns]` rows, 16-byte aligned. `scales` for raw rows only."""
-
-    values: int
-    scales: int = 0
-
-
-def division_constants(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift) with which the kernels divide numbers below 2^31 by `divisor`."""
-    shift = (divisor - 1).bit_length()
-    return (((1 << shift) - divisor) << 32) // divisor + 1, shift
 
 
 class Kernels:
@@ -139,28 +85,6 @@ class Kernels:
             # All of them now: loading one may wait for the GPU, which a stream that is being captured must not.
             self.functions = {name: driver.library_kernel(library, name) for name in KERNELS}
         self.launch = driver.launch
-
-
-class _Parameters:
-    """Args (and Shards) in memory of their own, with the array of pointers that a launch takes."""
-
-    def __init__(self, shards: bytes | None) -> None:
-        self.args = ctypes.create_string_buffer(_ARGS_BYTES)
-        self._shards = ctypes.create_string_buffer(shards, len(shards)) if shards else None
-        self._set_pointers()
-
-    def copy(self) -> _Parameters:
-        """Args of its own; the shards, which never change, are shared."""
-        twin = _Parameters.__new__(_Parameters)
-        twin.args = ctypes.create_string_buffer(self.args.raw, _ARGS_BYTES)
-        twin._shards = self._shards
-        twin._set_pointers()
-        return twin
-
-    def _set_pointers(self) -> None:
-        blocks = [self.args] if self._shards is None else [self.args, self._shards]
-        self._pointers = (ctypes.c_void_p * len(blocks))(*(ctypes.addressof(block) for block in blocks))
-        self.address = ctypes.addressof(self._pointers)
 
 
 class _Plan(NamedTuple):
@@ -225,17 +149,17 @@ class Gather:
         self._fixed = (self.tables, out_scale_stride, shift, self._buckets)
         self._plans: dict[tuple[int, int, bool], _Plan] = {}
         self._lock = threading.Lock()
-        packed = b"".join(_SHARD.pack(*part.planes(row_format), part.start) for part in shards)
-        self._parameters = _Parameters(packed.ljust(MAX_SHARDS * _SHARD.size, b"\0") if peer else None)
+        packed = b"".join(SHARD.pack(*part.planes(row_format), part.start) for part in shards)
+        self._parameters = Parameters(packed.ljust(MAX_SHARDS * SHARD.size, b"\0") if peer else None)
         self._pack_tables(sources, row_format)
 
     def _pack_tables(self, sources: Sequence[Source], row_format: RowFormat) -> None:
         shard = 0
         for index, source in enumerate(sources):
             first, last = source.parts[0], source.parts[-1]
-            _TABLE.pack_into(
+            TABLE.pack_into(
                 self._parameters.args,
-                _HEAD.size + index * _TARGET_BYTES + _OUT.size,
+                HEAD.size + index * TARGET_BYTES + OUT.size,
                 *first.planes(row_format),
                 first.start,
                 last.stop - first.start,
@@ -297,14 +221,14 @@ class Gather:
     ) -> None:
         address, id_bytes, _, columns, token_stride, column_stride, table_stride = ids
         try:
-            _HEAD.pack_into(
+            HEAD.pack_into(
                 arguments,
                 0,
                 workspace,
                 table_stride,
                 *self._fixed,
                 plan.slots - 1 if plan.slots else 0,
-                *_UNUSED,
+                *UNUSED,
                 address,
                 token_stride,
                 column_stride,
@@ -320,10 +244,10 @@ class Gather:
                 reason="fewer than 2^32",
                 remedy="make the ids contiguous",
             ) from error
-        at = _HEAD.size
+        at = HEAD.size
         for out in outs:
-            _OUT.pack_into(arguments, at, *out)
-            at += _TARGET_BYTES
+            OUT.pack_into(arguments, at, *out)
+            at += TARGET_BYTES
 
     def _plan(self, tokens: int, columns: int, has_workspace: bool) -> _Plan:
         items = tokens * columns
@@ -361,10 +285,10 @@ class Gather:
 class FixedGather:
     """A gather of one table for ids of one layout: only addresses are left to be filled in."""
 
-    def __init__(self, gather: Gather, plan: _Plan, parameters: _Parameters) -> None:
+    def __init__(self, gather: Gather, plan: _Plan, parameters: Parameters) -> None:
         self._plan = plan
         self._parameters = parameters
-        self._words = (ctypes.c_uint64 * (_ARGS_BYTES // 8)).from_buffer(parameters.args)
+        self._words = (ctypes.c_uint64 * (ARGS_BYTES // 8)).from_buffer(parameters.args)
         self._run = gather._run
         self._launch = gather._kernels.launch
         self._lock = threading.Lock()
@@ -377,83 +301,13 @@ class FixedGather:
             return
         with self._lock:
             words = self._words
-            words[_IDS_WORD] = ids
-            words[_OUT_WORD] = out
+            words[IDS_WORD] = ids
+            words[OUT_WORD] = out
             if plan.slots:
                 words[0] = workspace
                 self._run(plan, stream, workspace, self._parameters.address)
             else:
                 self._launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
-
-
-class _Once:
-    """A launch for one table with what does not change packed already; calling it packs the rest."""
-
-    def __init__(self, kernels: Kernels, source: Source, columns: int, shards: int) -> None:
-        self._kernels = kernels
-        self._columns = columns
-        self._division = division_constants(columns)
-        self._parameters = _Parameters(None)
-        self._lock = threading.Lock()
-        at = _HEAD.size + _OUT.size
-        # All rows of the table: what is judged is whether an id names any of them.
-        _TABLE.pack_into(
-            self._parameters.args,
-            at,
-            0,
-            0,
-            0,
-            source.rows,
-            source.rows,
-            source.column_starts,
-            source.invalid,
-            0,
-            shards,
-        )
-
-    def _launch(self, shape: Shape, ids: Ids, received: int, out: int, stream: int) -> None:
-        arguments = self._parameters.args
-        items = ids.tokens * ids.columns
-        columns, division = self._columns, self._division
-        if ids.columns != columns:  # ids that are not hashed may have any shape
-            columns, division = ids.columns, division_constants(ids.columns)
-        strides = (ids.token_stride, ids.column_stride)
-        fixed = (1, 0, 0, 0, 0, *_UNUSED)
-        rows = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES, ids.id_bytes)
-        with self._lock:
-            _HEAD.pack_into(arguments, 0, 0, 0, *fixed, ids.address, *strides, items, columns, *division, *rows)
-            _OUT.pack_into(arguments, _HEAD.size, out, 0)
-            _ADDRESS.pack_into(arguments, _HEAD.size + _OUT.size, received)
-            function = self._kernels.functions[shape.kernel]
-            self._kernels.launch(function, shape.grid, shape.threads, stream, self._parameters.address)
-
-
-class Exchanged(_Once):
-    """Dequantises what an exchange of raw rows left: `[shards, tokens, columns / shards, 264]` to bfloat16
-    `[tokens, columns, 256]`. Judges the ids in the same launch, for each rank has read its own columns only.
-
-    Of `source` the rows, the columns and the counter count; its parts are not read."""
-
-    def __init__(self, kernels: Kernels, source: Source, columns: int, shards: int) -> None:
-        super().__init__(kernels, source, columns, shards)
-
-    def __call__(self, ids: Ids, received: int, out: int, stream: int) -> None:
-        """Raises CudaCallFailed."""
-        if ids.tokens:
-            self._launch(exchange_shape(ids.tokens * ids.columns), ids, received, out, stream)
-
-
-class CountInvalid(_Once):
-    """Counts the invalid ids of a batch and reads no row. Of `source` all but the parts counts."""
-
-    def __init__(self, kernels: Kernels, source: Source, columns: int) -> None:
-        super().__init__(kernels, source, columns, 1)
-
-    def __call__(self, ids: Ids, stream: int) -> None:
-        """Raises CudaCallFailed."""
-        items = ids.tokens * ids.columns
-        if items:
-            self._launch(count_shape(items, self._kernels.multiprocessors), ids, 0, 0, stream)
 
 
 def _round4(count: int) -> int:

@@ -17,7 +17,8 @@ from engram_client.identity import TableIdentity
 from engram_client.layout import RowFormat, TableGeometry, whole
 from engram_client.lookup.counters import Counters
 from engram_client.lookup.cuda import GpuRows
-from engram_client.lookup.kernels import Ids, Kernels, Out, Part
+from engram_client.lookup.kernels import Kernels
+from engram_client.lookup.packing import Ids, Out, Part
 from engram_client.lookup.shapes import KERNELS, Memory
 from engram_client.protocol import TableInfo
 from engram_client.table import MappedTable

@@ -23,7 +23,7 @@ import torch
 from engram_client import connect
 from engram_client.cuda.access import cuda_driver
 from engram_client.lookup.cuda import GpuRows
-from engram_client.lookup.kernels import Ids, Out
+from engram_client.lookup.packing import Ids, Out
 from tests.bench.gpu_support import ColumnIds, Results, commit_of, dummy_daemon
 
 CALLS = 2000

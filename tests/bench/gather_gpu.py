@@ -29,7 +29,8 @@ import torch
 from engram_client.cuda.access import cuda_driver
 from engram_client.cuda.driver import HandleTypes, Location
 from engram_client.layout import ROW_BYTES, RowFormat
-from engram_client.lookup.kernels import Gather, Ids, Kernels, Out, Part, Source
+from engram_client.lookup.kernels import Gather, Kernels
+from engram_client.lookup.packing import Ids, Out, Part, Source
 from engram_client.lookup.shapes import Memory
 
 COLUMNS = 24

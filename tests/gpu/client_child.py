@@ -19,10 +19,12 @@ def poke(endpoint: str, wild: bool) -> str:
     local = client.table(1).local
     code, _ = nvrtc.compile_source(POKE, f"sm_{''.join(map(str, capability()))}")
     driver = local.kernels.driver  # type: ignore[attr-defined]
-    address = ctypes.c_uint64(1 << 40 if wild else local.parts[0].address)  # type: ignore[attr-defined]
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(address))
     try:
         with driver.context(0):
+            # Reserved and not mapped: nobody else's address, and nothing is there.
+            target = driver.address_reserve(2 << 20, 0) if wild else local.parts[0].address  # type: ignore[attr-defined]
+            address = ctypes.c_uint64(target)
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(address))
             kernel = driver.library_kernel(driver.library_load(code), "poke")
             driver.launch(kernel, (1, 1), 32, 0, ctypes.addressof(pointers))
             driver.synchronize()

@@ -102,21 +102,22 @@ def ask(rank: int, world_size: int, endpoint: str, checkpoint: str, nccl: bool =
                 assert np.array_equal(rows[part], reference.rows(layer, part).view(np.int16))
             compared += len(rows)
         if nccl:
-            capture_collective(client, reference, device)
+            for tokens in (32, 64):  # few are summed, more exchanged
+                capture_collective(client, reference, device, tokens)
     return compared
 
 
-def capture_collective(client: Any, reference: CheckpointReference, device: torch.device) -> None:
+def capture_collective(client: Any, reference: CheckpointReference, device: torch.device, tokens: int) -> None:
     table = client.table(1)
-    ids = hashed_ids(table.columns, 32, 1).to(device)
-    out = torch.empty(32, 24, 256, dtype=torch.bfloat16, device=device)
+    ids = hashed_ids(table.columns, tokens, 1).to(device)
+    out = torch.empty(tokens, 24, 256, dtype=torch.bfloat16, device=device)
     table.lookup(ids, out, hashed=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         table.lookup(ids, out, hashed=True)
     for seed in range(20):
-        ids.copy_(hashed_ids(table.columns, 32, seed))
+        ids.copy_(hashed_ids(table.columns, tokens, seed))
         graph.replay()
         Asking(client, reference, device, torch.cuda.synchronize).same(out, 1, ids, True)
 
@@ -345,14 +346,18 @@ def test_compiled_code_looks_up_without_a_graph_break(host_table: Daemon, checkp
             return out.flatten(1)
 
         out = torch.zeros(2, 24, 256, dtype=torch.bfloat16, device="cuda")
-        for backend in ("aot_eager", "cudagraphs"):
-            torch.compiler.reset()
-            for _ in range(4):
-                rows = torch.compile(plain, fullgraph=True, backend=backend)(ids)
-                assert np.array_equal(bits(rows).reshape(2, 24, 256), expected)
-            out.zero_()
-            torch.compile(given, fullgraph=True, backend=backend)(ids, out)
-            assert np.array_equal(bits(out), expected)
+        torch.compiler.reset()
+        rows = torch.compile(plain, fullgraph=True, backend="aot_eager")(ids)
+        assert np.array_equal(bits(rows).reshape(2, 24, 256), expected)
+        compiled = torch.compile(given, fullgraph=True, backend="aot_eager")
+        compiled(ids, out)
+        assert np.array_equal(bits(out), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compiled(ids, out)
+        out.zero_()
+        graph.replay()
+        assert np.array_equal(bits(out), expected)
 
 
 def test_rows_of_a_table_of_full_size_are_found() -> None:
@@ -378,6 +383,7 @@ def test_rows_of_a_table_of_full_size_are_found() -> None:
             device=driver.device_uuid(0),
         )
         chosen = [0, 2**32 // 264, 2**32 // 264 + 1, 2**32 // 256, 2**36 // 264, rows - 2, rows - 1]
+        chosen = [row for row in chosen if row < rows]
         write_rows(handle, nbytes, rows, chosen, row_format)
         mapped = map_for_gpu([info], {"L1": fd}, 0)
         table = TableInfo(geometry=geometry, identity=TableIdentity.of(geometry, None), segments=(info,))

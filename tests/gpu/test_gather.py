@@ -15,7 +15,9 @@ from engram_client.cuda.access import cuda_driver  # noqa: E402
 from engram_client.errors import CudaCallFailed, Unsupported  # noqa: E402
 from engram_client.layout import RowFormat, Shard, TableGeometry  # noqa: E402
 from engram_client.lookup.cpu import SegmentRows  # noqa: E402
-from engram_client.lookup.kernels import CountInvalid, Exchanged, Gather, Ids, Kernels, Out, Part, Source  # noqa: E402
+from engram_client.lookup.exchange import CountInvalid, Exchanged  # noqa: E402
+from engram_client.lookup.kernels import Gather, Kernels  # noqa: E402
+from engram_client.lookup.packing import Ids, Out, Part, Source  # noqa: E402
 from engram_client.lookup.shapes import DENSE_IDS, PREFETCH_BLOCKS, SORT_FROM_IDS, Memory  # noqa: E402
 
 pytestmark = pytest.mark.gpu

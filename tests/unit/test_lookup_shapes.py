@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_client.layout import ROW_VALUES, RowFormat
-from engram_client.lookup import kernels, nvrtc
-from engram_client.lookup.kernels import MAX_ITEMS, Part, division_constants
+from engram_client.lookup import nvrtc, packing
+from engram_client.lookup.packing import MAX_ITEMS, Part, division_constants
 from engram_client.lookup.shapes import (
     MAX_BUCKETS_SHIFT,
     PREFETCH_BLOCKS,
@@ -130,10 +130,10 @@ def test_the_structs_have_the_sizes_that_the_source_gives_them():
                 total += kind * (int(count[1]) if count else 1)
         return total
 
-    assert size("Table") == kernels._TABLE.size
-    assert size("Output") == kernels._OUT.size
-    assert size("Shard") == kernels._SHARD.size
+    assert size("Table") == packing.TABLE.size
+    assert size("Output") == packing.OUT.size
+    assert size("Shard") == packing.SHARD.size
     head = re.search(r"struct ArgsFor {(.*?)Target target", source, re.DOTALL)
     assert head
     source = f"struct Head {{{head[1]}\n}};"
-    assert size("Head") == kernels._HEAD.size
+    assert size("Head") == packing.HEAD.size
