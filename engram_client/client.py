@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from engram_client.control import ControlConnection
+from engram_client.counters import Counters, Reporter
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
@@ -61,7 +62,8 @@ def connect(
         raise RankInvalid(rank=rank, world_size=world_size)
     if device != "cpu":
         raise DeviceUnsupported(device=device)
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    deadline = started + timeout
     request = Attach(
         rank=rank,
         world_size=world_size,
@@ -80,7 +82,9 @@ def connect(
     except BaseException:
         lease.close()
         raise
-    return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict)
+    counters = Counters()
+    reporter = Reporter(endpoint, lease.epoch, lease.lease, counters, time.monotonic() - started)
+    return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict, counters, reporter)
 
 
 def _attach(
@@ -125,6 +129,8 @@ class MappedClient:
         mappings: dict[str, CpuMapping],
         group: ProcessGroup | None,
         strict: bool,
+        counters: Counters,
+        reporter: Reporter,
     ) -> None:
         self._endpoint = endpoint
         self._rank = rank
@@ -135,6 +141,8 @@ class MappedClient:
         self._mappings = mappings
         self._group = group
         self._strict = strict
+        self._counters = counters
+        self._reporter = reporter
         self._tables: dict[int, MappedTable] = {}
         self._owner_pid = os.getpid()
         self._closed = False
@@ -181,6 +189,8 @@ class MappedClient:
                 self._group,
                 self._strict,
                 self.check_usable,
+                self._counters,
+                self._reporter.tick,
             )
         return self._tables[layer_id]
 
@@ -199,6 +209,7 @@ class MappedClient:
             table.close()
         for mapping in self._mappings.values():
             mapping.close()
+        self._reporter.close()
         self._lease.close()
 
     def __enter__(self) -> Self:

@@ -5,6 +5,7 @@ map whose "type" names the message. Unknown fields, unknown types, wrong types a
 refused. `v` is read first, so that two versions tell each other what they are instead of failing to parse.
 
     control socket (ZeroMQ)         Status -> StatusReply;  Attach -> Progress* -> Attached;  any -> Failed
+                                    SetLogLevel -> LogLevelReply;  Report -> nothing
     handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors;  any -> Failed
 
 The handover connection is opened first and, once its tickets are redeemed, is the client's lease: the kernel
@@ -82,6 +83,16 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 """What a client says about itself: room for any file name, and a status reply of many leases still fits its limit."""
 
@@ -148,6 +159,18 @@ class SegmentStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     numa: str
 
 
+class LookupCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank has looked up since it attached. Replays of a CUDA graph are not seen, its capture is."""
+
+    rows: Count = 0
+    """Ids looked up, padding included."""
+    invalid_ids: Count = 0
+    prefetch_hits: Count = 0
+    """Prefetches whose rows were there when they were waited for."""
+    prefetch_late: Count = 0
+    """Prefetches that had to be waited for."""
+
+
 class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One attached client. `pid` is as the daemon's PID namespace sees it, 0 if it cannot."""
 
@@ -161,6 +184,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: str
     layers: tuple[int, ...]
     age_s: float
+    lookups: LookupCounters = LookupCounters()
+    """As the client last reported them."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -208,6 +233,25 @@ class Status(_Message, frozen=True, tag="status"):
     """Asks for the daemon's state. Changes nothing."""
 
 
+class Report(_Message, frozen=True, tag="report"):
+    """An attached client's counters, at most once a second; totals, so that a lost one costs nothing.
+
+    The only request without a reply. One of another epoch or of a lease that has ended is passed over.
+    """
+
+    epoch: ShortText
+    lease: Count
+    lookups: LookupCounters
+    attach_s: Annotated[float, msgspec.Meta(ge=0)]
+    """How long connect() took, the wait for a load included."""
+
+
+class SetLogLevel(_Message, frozen=True, tag="set_log_level"):
+    """Asks what the daemon logs, and changes it where `level` is given."""
+
+    level: LogLevel | None = None
+
+
 # Control socket, daemon to client
 
 
@@ -239,6 +283,11 @@ class StatusReply(_Message, frozen=True, tag="status_reply"):
     segments: tuple[SegmentStatus, ...]
     leases: tuple[LeaseStatus, ...]
     failure: str | None
+
+
+class LogLevelReply(_Message, frozen=True, tag="log_level_reply"):
+    level: LogLevel
+    previous: LogLevel
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -277,17 +326,30 @@ class Granted(_Message, frozen=True, tag="granted"):
     last: bool
 
 
-Request = Attach | Status
-Reply = Progress | Attached | StatusReply | Failed
+Request = Attach | Status | Report | SetLogLevel
+Reply = Progress | Attached | StatusReply | LogLevelReply | Failed
 HandoverRequest = Redeem
 HandoverReply = Greeting | Granted | Failed
 AnyMessage = Request | Reply | HandoverRequest | HandoverReply
 
 _KNOWN: Final = frozenset(
     kind.__struct_config__.tag
-    for kind in (Attach, Status, Progress, Attached, StatusReply, Failed, Greeting, Redeem, Granted)
+    for kind in (
+        Attach,
+        Status,
+        Report,
+        SetLogLevel,
+        Progress,
+        Attached,
+        StatusReply,
+        LogLevelReply,
+        Failed,
+        Greeting,
+        Redeem,
+        Granted,
+    )
 )
-_BY_CLIENT: Final = frozenset({Attach, Status, Redeem})
+_BY_CLIENT: Final = frozenset({Attach, Status, Report, SetLogLevel, Redeem})
 _M = TypeVar("_M")
 
 

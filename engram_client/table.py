@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from engram_client.counters import Counters
 from engram_client.errors import InvalidIds
 from engram_client.identity import TableIdentity
 from engram_client.lookup.collective import ShardedLookup
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
-    `check_usable` raises when the client behind it is closed or forked.
+    `check_usable` raises when the client behind it is closed or forked. `counters` are the client's, and
+    `tick` lets it report them.
     """
 
     def __init__(
@@ -33,10 +35,14 @@ class MappedTable:
         group: ProcessGroup | None,
         strict: bool,
         check_usable: Callable[[str], None],
+        counters: Counters,
+        tick: Callable[[], None],
     ) -> None:
         self._info = info
         self._strict = strict
         self._check_usable = check_usable
+        self._counters = counters
+        self._tick = tick
         self._invalid = 0
         (part,) = info.segments
         self._local = SegmentRows(segment, info.geometry, part.shard, part.row_format)
@@ -76,6 +82,9 @@ class MappedTable:
     ) -> Tensor:
         self._check_usable(f"table {self.layer_id}")
         found = self._lookup.lookup(ids, out, hashed=hashed, tokens=tokens, counts=counts)
+        self._counters.rows += ids.numel()
+        self._counters.invalid_ids += found.invalid.count
+        self._tick()
         if found.invalid.count:
             self._invalid += found.invalid.count
             if self._strict:

@@ -15,7 +15,7 @@ from engram_client.control import query_status
 from engram_client.errors import EXIT_OK, EngramError
 from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
-from engram_server import ctl_doctor
+from engram_server import ctl_bench, ctl_doctor, ctl_logs, ctl_top
 from engram_server.config import load_config
 
 DEFAULT_VOCAB = 20_000
@@ -44,7 +44,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
 
-    for module in (ctl_doctor,):
+    for module in (ctl_doctor, ctl_top, ctl_bench, ctl_logs):
         module.add_parser(commands)
 
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")

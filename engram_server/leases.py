@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engram_client.errors import TicketInvalid, TooManyClients
-from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, LeaseStatus
+from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, LeaseStatus, LookupCounters, Report
 
 MAX_TICKETS = 4096
 
@@ -52,6 +52,8 @@ class Leases:
         self._now = now
         self._tickets: dict[bytes, tuple[float, Grant]] = {}
         self._leases: dict[int, Lease] = {}
+        self._lookups: dict[int, LookupCounters] = {}
+        self._ended = LookupCounters()
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -84,6 +86,25 @@ class Leases:
 
     def release(self, lease: Lease) -> None:
         self._leases.pop(lease.id, None)
+        self._ended = _sum(self._ended, self._lookups.pop(lease.id, LookupCounters()))
+
+    def report(self, report: Report) -> bool:
+        """Takes a client's counters; False when they are not the first of its lease, or of no lease held."""
+        if report.lease not in self._leases:
+            return False
+        first = report.lease not in self._lookups
+        self._lookups[report.lease] = report.lookups
+        return first
+
+    @property
+    def lookups(self) -> LookupCounters:
+        """Totals of all clients, those that are gone included."""
+        return _sum(self._ended, *self._lookups.values())
+
+    @property
+    def granted(self) -> int:
+        """Leases given so far."""
+        return self._last_id
 
     def snapshot(self) -> tuple[LeaseStatus, ...]:
         now = self._now()
@@ -99,6 +120,7 @@ class Leases:
                 device=lease.grant.device,
                 layers=lease.grant.layers,
                 age_s=now - lease.since,
+                lookups=self._lookups.get(lease.id, LookupCounters()),
             )
             for lease in self._leases.values()
         )
@@ -111,3 +133,16 @@ class Leases:
             if self._tickets[ticket][0] > now:
                 return
             del self._tickets[ticket]
+
+
+_MOST = (1 << 63) - 1
+
+
+def _sum(*counters: LookupCounters) -> LookupCounters:
+    """Capped at what a message can carry: a client may report anything."""
+    return LookupCounters(
+        rows=min(_MOST, sum(each.rows for each in counters)),
+        invalid_ids=min(_MOST, sum(each.invalid_ids for each in counters)),
+        prefetch_hits=min(_MOST, sum(each.prefetch_hits for each in counters)),
+        prefetch_late=min(_MOST, sum(each.prefetch_late for each in counters)),
+    )

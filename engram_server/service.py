@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING
 
 from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
 from engram_client.identity import TableIdentity
@@ -25,15 +26,17 @@ from engram_client.protocol import (
     LoadReport,
     Progress,
     Reply,
+    Report,
     Request,
     SegmentStatus,
+    SetLogLevel,
     State,
     StatusReply,
     TableInfo,
     endpoint_tag,
 )
 from engram_client.version import VERSION
-from engram_server import attach, preflight, state
+from engram_server import attach, logs, preflight, state
 from engram_server.bring_up import allocate_and_load
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
@@ -44,6 +47,11 @@ from engram_server.plan import Plan
 from engram_server.progress import ProgressDisplay
 from engram_server.segments import Segment, remove_stale
 from engram_server.sockets import EndpointLock, listen_for_handover
+from engram_server.tally import Tally
+
+if TYPE_CHECKING:
+    from engram_server.httpd import StatusServer
+    from engram_server.metrics import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +71,8 @@ class Service:
         self._started = time.monotonic()
         self._tag = endpoint_tag(self._config.control.endpoint)
         self._leases = Leases(time.monotonic)
+        self._tally = Tally()
+        self._http: StatusServer | None = None
         self._waiting: dict[Asker, Attach] = {}
         self._plan: Plan | None = None
         self._segments: dict[str, Segment] = {}
@@ -95,6 +105,7 @@ class Service:
                 lambda name: self._segments[name].readable_fd,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
+            self._http = self._listen_for_http()
             if await self._until_stopped(self._bring_up()):
                 await self._serve()
             await self._drain()
@@ -147,6 +158,8 @@ class Service:
             segment.seal()
         self._tables = self._table_infos(segments, self._result)
         self._log_loaded(self._result)
+        if self._config.load.verify != "off":
+            self._tally.count_verified(ok=True)  # a load that finds a difference ends the daemon
         self._enter(State.READY)
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
@@ -200,7 +213,24 @@ class Service:
         finally:
             stopping.cancel()
 
+    def _listen_for_http(self) -> StatusServer | None:
+        if self._config.metrics.listen is None:
+            return None
+        from engram_server.httpd import StatusServer  # 150 ms of imports, only where they are wanted
+
+        return StatusServer(self._config.metrics.listen, asyncio.get_running_loop(), self._snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        from engram_server.metrics import Snapshot
+
+        return Snapshot.of(self._status(), self._leases.lookups, self._leases.granted, self._tally)
+
     def _handle(self, asker: Asker, request: Request) -> Reply | None:
+        if isinstance(request, Report):
+            self._take_report(request)
+            return None
+        if isinstance(request, SetLogLevel):
+            return logs.set_level(request.level)
         if isinstance(request, Attach):
             if self._state is State.DRAINING:
                 raise ServerDraining()
@@ -210,6 +240,10 @@ class Service:
                 return self._wait(asker, request)
             return self._answer_attach(request)
         return self._status()
+
+    def _take_report(self, report: Report) -> None:
+        if report.epoch == self._epoch and self._leases.report(report):
+            self._tally.attach_s.observe(report.attach_s)
 
     def _wait(self, asker: Asker, request: Attach) -> Reply:
         attach.check_wait(len(self._waiting), MAX_WAITING)
@@ -227,6 +261,7 @@ class Service:
                 self._leases,
             )
         except EngramError as error:
+            self._tally.refused[error.code] += 1
             return Failed.of(error)
 
     def _status(self) -> StatusReply:
@@ -299,6 +334,8 @@ class Service:
         return LoadFailed(cause_code=failure.code if failure else "", cause=str(failure))
 
     async def _tear_down(self) -> None:
+        if self._http is not None:
+            await asyncio.to_thread(self._http.close)
         if self._control is not None:
             await self._control.close()
         if self._handover is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engram_client.protocol import Attach, Request, State, Status
+from engram_client.protocol import Attach, Report, Request, SetLogLevel, State, Status
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.STARTING: frozenset({State.LOADING, State.DRAINING, State.FAILED}),
@@ -18,6 +18,8 @@ WAITS: dict[type[Request], frozenset[State]] = {Attach: frozenset({State.STARTIN
 ANSWERS: dict[type[Request], frozenset[State]] = {
     Attach: frozenset({State.READY}),
     Status: frozenset(State),
+    Report: frozenset(State),
+    SetLogLevel: frozenset(State),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engram_client.errors import TicketInvalid, TooManyClients
-from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, State
+from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, LookupCounters, Report, State
 from engram_server import state
 from engram_server.leases import MAX_TICKETS, Grant, Leases, Peer
 
@@ -85,3 +85,34 @@ def test_every_state_can_end_and_every_request_has_states_that_answer_it() -> No
     for current in set(State) - ends:
         assert ends <= state.TRANSITIONS[current]
     assert all(state.ANSWERS.values())
+
+
+def report(lease: int, **counts: int) -> Report:
+    return Report(epoch="e", lease=lease, lookups=LookupCounters(**counts), attach_s=0.1)
+
+
+def test_reports_are_totals_and_outlive_their_lease() -> None:
+    leases = Leases(Clock())
+    first, second = (leases.redeem(leases.issue(GRANT), PEER) for _ in range(2))
+    assert leases.report(report(first.id, rows=10)), "the first of a lease"
+    assert not leases.report(report(first.id, rows=30, invalid_ids=1))
+    leases.report(report(second.id, rows=5))
+    assert leases.lookups == LookupCounters(rows=35, invalid_ids=1)
+    assert {lease.id: lease.lookups.rows for lease in leases.snapshot()} == {first.id: 30, second.id: 5}
+    leases.release(first)
+    assert leases.lookups == LookupCounters(rows=35, invalid_ids=1)
+    assert leases.granted == 2
+
+
+def test_a_report_of_no_lease_is_passed_over() -> None:
+    leases = Leases(Clock())
+    assert not leases.report(report(9, rows=10))
+    assert leases.lookups == LookupCounters()
+
+
+def test_totals_stay_in_the_range_of_a_message() -> None:
+    leases = Leases(Clock())
+    most = (1 << 63) - 1
+    for _ in range(2):
+        leases.report(report(leases.redeem(leases.issue(GRANT), PEER).id, rows=most))
+    assert leases.lookups.rows == most
