@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import msgspec
+
 from engram_client.control import ControlConnection
 from engram_client.counters import Counters, Reporter
 from engram_client.errors import (
@@ -68,9 +70,14 @@ def connect(
         rank=rank,
         world_size=world_size,
         device=device,
-        name=name or os.path.basename(sys.argv[0] or sys.executable),
+        name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
         layers=None if layers is None else tuple(layers),
-        identity=tuple(d for d in (identity or {}).values() if isinstance(d, TableIdentity)),
+        # The key says whose identity is demanded; another table's identity under it is a demand that fails.
+        identity=tuple(
+            msgspec.structs.replace(demand, layer_id=layer)
+            for layer, demand in (identity or {}).items()
+            if isinstance(demand, TableIdentity)
+        ),
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
@@ -85,6 +92,11 @@ def connect(
     counters = Counters()
     reporter = Reporter(endpoint, lease.epoch, lease.lease, counters, time.monotonic() - started)
     return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict, counters, reporter)
+
+
+def _printable(name: str) -> str:
+    """A program's name need not be text: its odd bytes are spelled out, and the message has room for 64."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")[:64]
 
 
 def _attach(

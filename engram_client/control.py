@@ -10,7 +10,7 @@ from typing import Self
 import zmq
 
 from engram_client.errors import ConnectTimeout, MalformedMessage, TransferCut
-from engram_client.handover import REPLY_LEAST_S, HandoverConnection
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection, milliseconds_until
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
     Failed,
@@ -76,7 +76,7 @@ class ControlConnection:
                 yield reply
 
     def _receive(self, deadline: float, timeout: float, doing: str, cause: str) -> Iterator[Reply]:
-        events = dict(self._poller.poll(round(max(0.0, deadline - time.monotonic()) * 1000)))
+        events = dict(self._poller.poll(milliseconds_until(deadline)))
         cut = self._handover.fileno() in events
         if cut and self._socket not in events:
             events = dict(self._poller.poll(0)) if self._socket.poll(LAST_WORDS_MS) else {}

@@ -271,6 +271,15 @@ class LoaderDied(ResourceError):
     doing: str
 
 
+class TooFewDescriptors(ResourceError):
+    template = (
+        "this process may open {limit} files, too few for {needed}: raise its limit (ulimit -n, "
+        "LimitNOFILE= of a systemd unit), or close some"
+    )
+    limit: int
+    needed: int
+
+
 class WriteFailed(ResourceError):
     template = "writing {path} failed: {problem}; nothing was left behind, check the disk's space and permissions"
     path: str

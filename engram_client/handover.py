@@ -35,6 +35,8 @@ from engram_client.protocol import (
 )
 
 _RETRY_FIRST_S, _RETRY_LAST_S = 0.01, 0.25
+_LONGEST_WAIT_S = 1e6
+"""What a system call is asked to wait at most: it counts milliseconds in 32 bits, and users write infinity."""
 REPLY_LEAST_S = 1.0
 """What a reply may take even when the caller does not want to wait: a daemon that accepts is there."""
 
@@ -141,10 +143,15 @@ class HandoverConnection:
             raise
 
 
+def milliseconds_until(deadline: float) -> int:
+    """From now to `deadline` (of time.monotonic, infinity too), as poll(2) takes it."""
+    return round(min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S) * 1000)
+
+
 def _connect(path: str, deadline: float, timeout: float) -> socket.socket:
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     # A full backlog makes connect block; the least wait lets a zero timeout still mean "try once".
-    connecting.settimeout(max(deadline - time.monotonic(), 0.05))
+    connecting.settimeout(min(max(deadline - time.monotonic(), 0.05), _LONGEST_WAIT_S))
     try:
         connecting.connect(path)
     except OSError as error:
@@ -180,7 +187,7 @@ def _receive(
     poller = select.poll()
     poller.register(connected, select.POLLIN)
     # At least one look, so that what has arrived already counts even when the time is over.
-    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+    if not poller.poll(milliseconds_until(deadline)):
         raise ConnectTimeout(timeout_s=timeout, doing=doing, cause="the daemon does not answer")
     try:
         frame, ancillary, flags, _ = connected.recvmsg(

@@ -282,6 +282,8 @@ class StatusReply(_Message, frozen=True, tag="status_reply"):
     tables: tuple[TableInfo, ...]
     segments: tuple[SegmentStatus, ...]
     leases: tuple[LeaseStatus, ...]
+    """As many as a frame holds."""
+    lease_count: int
     failure: str | None
 
 

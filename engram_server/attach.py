@@ -42,7 +42,7 @@ def answer(
     if options.replication is Replication.NONE and request.world_size != options.tp_size:
         raise TpSizeMismatch(client=request.world_size, server=options.tp_size)
     chosen = _choose(request, tables)
-    _demand(request, chosen)
+    _demand(request, tables)
     # A peer read maps the shards of all ranks of this node; otherwise a rank gets its own.
     every = options.placement is Placement.GPU and options.lookup is Lookup.PEER_READ
     handed = tuple(
@@ -57,11 +57,16 @@ def answer(
             layers=tuple(table.geometry.layer_id for table in handed),
             rank=request.rank,
             world_size=request.world_size,
-            device=request.device[:64],
-            name=request.name[:64],
+            device=_printable(request.device),
+            name=_printable(request.name),
         )
     )
     return Attached(epoch=epoch, options=options, tables=handed, ticket=ticket)
+
+
+def _printable(text: str) -> str:
+    """What a client says about itself, for one line of a log and for a terminal that obeys control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:64])
 
 
 def _choose(request: Attach, tables: tuple[TableInfo, ...]) -> tuple[TableInfo, ...]:
@@ -74,12 +79,14 @@ def _choose(request: Attach, tables: tuple[TableInfo, ...]) -> tuple[TableInfo, 
 
 
 def _demand(request: Attach, tables: tuple[TableInfo, ...]) -> None:
+    """Also of tables that are not asked for: a demand that nobody looks at would seem to hold."""
     demanded = {demand.layer_id: demand for demand in request.identity}
+    roots = {int(layer): root for layer, root in request.roots.items()}
     for table in tables:
         layer, served = table.geometry.layer_id, table.identity
         wanted = demanded.get(layer, served)
-        if str(layer) in request.roots:
-            wanted = msgspec.structs.replace(wanted, root=request.roots[str(layer)])
+        if layer in roots:
+            wanted = msgspec.structs.replace(wanted, root=roots[layer])
         if differing := wanted.differences(served):
             raise IdentityMismatch(
                 layer_id=layer, differing=list(differing), demanded=_plain(wanted), served=_plain(served)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from engram_client.errors import EXIT_OTHER, EngramError
+from engram_client.errors import EXIT_OTHER, EngramError, TooFewDescriptors
 from engram_client.version import VERSION
 from engram_server import logs
 from engram_server.config import LoadedConfig, load_config
@@ -26,7 +26,13 @@ _EXIT_CODES = """exit codes: 0 drained, 1 anything else, 2 configuration, 3 reso
 5 already running. A unit should not restart on 2, 4 and 5."""
 
 
+LEAST_FILES = 128
+"""Descriptors for sockets, event loop, loader, two tables and a few dozen clients. libzmq aborts the process
+when it finds none left at its start."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    _open_standard_streams()
     options = _parse(arguments)
     logs.set_up(options.log_level, options.log_format)
     try:
@@ -39,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngramError as error:
         log.error("%s: %s", error.code, error)
         return error.exit_code
+    except KeyboardInterrupt:  # before the loop had its signal handlers: nothing was loaded yet
+        return 128 + signal.SIGINT
     except Exception:
         log.exception("the daemon failed")
         return EXIT_OTHER
@@ -68,10 +76,25 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)  # bad arguments end with 2, as any bad configuration does
 
 
+def _open_standard_streams() -> None:
+    """Started with closed streams, their numbers would be given to sockets and to the tables' memory, and the
+    first traceback of the loader would be written into a table."""
+    null = os.open(os.devnull, os.O_RDWR)
+    while null <= 2:
+        os.set_inheritable(null, True)
+        null = os.open(os.devnull, os.O_RDWR)
+    os.close(null)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  as long as the process
+
+
 def _raise_file_limit() -> None:
-    """Each client holds one descriptor here; the usual soft limit of 1024 is for programs that select()."""
+    """Each client holds one descriptor here; the usual soft limit of 1024 is for programs that select().
+
+    Raises TooFewDescriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < LEAST_FILES and hard != resource.RLIM_INFINITY:
+        raise TooFewDescriptors(limit=hard, needed=LEAST_FILES)
 
 
 if __name__ == "__main__":

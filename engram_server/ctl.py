@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from engram_client.control import query_status
-from engram_client.errors import EXIT_OK, EngramError
+from engram_client.errors import EXIT_OK, EXIT_OTHER, EngramError
 from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
 from engram_server import ctl_bench, ctl_doctor, ctl_logs, ctl_top
@@ -25,10 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except EngramError as error:
         print(f"engram-ctl: {error.code}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter's own flush must not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OTHER
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -40,7 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     where = status.add_mutually_exclusive_group()
     where.add_argument("--endpoint", default=DEFAULT_ENDPOINT, help="control endpoint (default: %(default)s)")
     where.add_argument("--config", metavar="FILE", help="take the endpoint from this engram.json")
-    status.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    status.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS")
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
 
@@ -64,6 +72,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:  # NaN neither
+        raise ValueError(text)
+    return seconds
+
+
 def _status(options: argparse.Namespace) -> int:
     endpoint, handover = options.endpoint, None
     if options.config is not None:
@@ -82,8 +97,10 @@ def print_status(reply: StatusReply) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"[bold]{reply.state}[/] — engram-server {reply.version}, pid {reply.pid}, up {reply.uptime_s:.0f} s")
+    console = Console(markup=False)  # names and paths may have square brackets
+    console.print(
+        f"{reply.state} — engram-server {reply.version}, pid {reply.pid}, up {reply.uptime_s:.0f} s", style="bold"
+    )
     if reply.failure:
         console.print(f"failure: {reply.failure}")
     if reply.load is not None and reply.state == "loading":
@@ -118,6 +135,8 @@ def print_status(reply: StatusReply) -> None:
             f"{lease.age_s:.0f} s",
         )
     console.print(clients)
+    if len(reply.leases) < reply.lease_count:
+        console.print(f"{len(reply.leases)} of {reply.lease_count} clients shown")
 
 
 def gib(nbytes: int) -> str:

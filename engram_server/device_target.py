@@ -1,6 +1,6 @@
 """GPU memory as the loader fills it: rows go through pinned staging buffers, copied while the next are read.
 
-Each thread has two buffers: it fills one while the GPU fetches the other. Nothing is released at the end: the
+Each thread has two buffers: it fills one while the GPU fetches the other. Nothing is released before the
 loader exits, and with it go the context, the buffers and the only writable mapping.
 """
 
@@ -52,6 +52,10 @@ class _Slot:
         self._driver.copy_to_device_async(target, self.address + at, nbytes, self._busy)
 
 
+# A thread's last copies outlast the thread: what the GPU still reads must not be freed with its locals.
+_kept: list[_Slot] = []
+
+
 class _Staging(threading.local):
     """This thread's two slots, shared by all its targets."""
 
@@ -60,6 +64,7 @@ class _Staging(threading.local):
     def next(self, driver: Driver) -> _Slot:
         if self.slots is None:
             self.slots = [_Slot(driver), _Slot(driver)]
+            _kept.extend(self.slots)
         self.slots.reverse()
         self.slots[0].wait()
         return self.slots[0]

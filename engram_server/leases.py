@@ -64,6 +64,10 @@ class Leases:
         self._expire()
         return len(self._tickets)
 
+    @property
+    def held(self) -> int:
+        return len(self._leases)
+
     def issue(self, grant: Grant) -> bytes:
         """A new ticket for `grant`. Raises TooManyClients when too many are unredeemed."""
         self._expire()

@@ -259,6 +259,9 @@ def _be_killed_first() -> None:
 
 def main() -> int:
     """Exit status 0 when the parent has been told the outcome, good or bad."""
+    # A service manager asks every process of the unit to end. Were this one first, the daemon would take its
+    # orderly stop for a failed load; it ends this process itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.setblocking(True)
     _be_killed_first()

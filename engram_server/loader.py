@@ -41,6 +41,7 @@ async def load(
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *fds),
             env=_environment(),
+            start_new_session=True,  # Ctrl-C reaches the whole group; the daemon alone decides what it means
         )
     except OSError as error:  # no process, no memory for one, no interpreter
         ours.close()

@@ -24,9 +24,9 @@ _MAX_KINDS = 1024
 _TIME = "%Y-%m-%dT%H:%M:%S"
 
 
-def set_up(level: str, log_format: str, stream: TextIO = sys.stderr) -> None:
-    """Everything that is logged goes to `stream`. For the daemon's entry alone."""
-    handler = logging.StreamHandler(stream)
+def set_up(level: str, log_format: str, stream: TextIO | None = None) -> None:
+    """Everything that is logged goes to `stream`, stderr by default. For the daemon's entry alone."""
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(HoldRepeats())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

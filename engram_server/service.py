@@ -124,10 +124,10 @@ class Service:
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return not self._stop.is_set()
-            return False
+            if self._stop.is_set():  # what is not done, or has failed meanwhile, does not matter any more
+                return False
+            task.result()
+            return True
         finally:
             for pending in (task, stopping):
                 pending.cancel()
@@ -283,6 +283,7 @@ class Service:
                 for s in self._segments.values()
             ),
             leases=self._leases.snapshot(),
+            lease_count=self._leases.held,
             failure=str(self._failure) if self._failure else None,
         )
 
@@ -302,12 +303,18 @@ class Service:
         return waiting
 
     def _tell_waiting(self, progress: Progress) -> None:
-        for asker in self._waiting:
-            asyncio.ensure_future(self._reply(asker, progress))  # noqa: RUF006  ROUTER never blocks: it is done at once
+        asyncio.ensure_future(self._tell(progress))  # noqa: RUF006  sending never blocks: it is done at once
 
-    async def _reply(self, asker: Asker, reply: Reply) -> None:
-        if self._control is not None:
-            await self._control.send(asker, reply)
+    async def _tell(self, progress: Progress) -> None:
+        for asker in list(self._waiting):
+            if not await self._reply(
+                asker, progress
+            ):  # gone: it must not take a place, and a ticket when all is loaded
+                self._waiting.pop(asker, None)
+
+    async def _reply(self, asker: Asker, reply: Reply) -> bool:
+        """False when the asker is gone."""
+        return self._control is not None and await self._control.send(asker, reply)
 
     # Ending
 

@@ -53,7 +53,8 @@ class Daemon:
         folder.mkdir(parents=True, exist_ok=True)
         self.endpoint = f"ipc://{folder}/run/control.sock"
         self.control_path = folder / "run" / "control.sock"
-        self.handover_path = folder / "run" / "control.sock.handover"
+        self.handover = config.get("control", {}).get("handover")
+        self.handover_path = Path(self.handover or folder / "run" / "control.sock.handover")
         self.log_path = folder / "daemon.log"
         self.config_path = folder / "engram.json"
         control = {"endpoint": self.endpoint, **config.get("control", {})}
@@ -81,7 +82,7 @@ class Daemon:
         return self.log_path.read_text(errors="replace")
 
     def status(self) -> StatusReply:
-        return query_status(self.endpoint)
+        return query_status(self.endpoint, handover=self.handover)
 
     def wait_for(self, state: State = State.READY, limit_s: float = START_LIMIT_S) -> StatusReply:
         """Waits for `state`. Raises RuntimeError with the log when the daemon ends first."""
@@ -90,7 +91,7 @@ class Daemon:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
             with contextlib.suppress(ConnectError):
-                reply = query_status(self.endpoint, timeout=1.0)
+                reply = query_status(self.endpoint, timeout=1.0, handover=self.handover)
                 return reply if reply.state == state else None
             return None
 

@@ -83,6 +83,7 @@ class FakeDriver(FakeVmm):
     def stream_synchronize(self, stream: int) -> None:
         if stream not in self._streams:
             raise fail("cuStreamSynchronize", "INVALID_HANDLE")
+        self._finish_copies(stream)
 
     @driver_call("cuMemcpyHtoDAsync", context=True)
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -95,7 +96,18 @@ class FakeDriver(FakeVmm):
             raise fail(call, "INVALID_VALUE", "the source is not registered: the copy would not be asynchronous")
         if not self.gpu_may(target, nbytes, self._stack[-1], write=True):
             raise fail(call, "INVALID_VALUE", "the target is not writable")
-        ctypes.memmove(target, source, nbytes)
+        # As late as a real one may come: a source that is freed or reused before then is found out.
+        self._copies.setdefault(stream, []).append((target, source, nbytes))
+
+    @driver_call("cuCtxSynchronize", context=True)
+    def synchronize(self) -> None:
+        for stream in list(self._copies):
+            self._finish_copies(stream)
+
+    def _finish_copies(self, stream: int) -> None:
+        with self._copying:  # until they are done for every thread that waits for them
+            for target, source, nbytes in self._copies.pop(stream, []):
+                ctypes.memmove(target, source, nbytes)
 
     @driver_call("cuMemcpyDtoH", context=True)
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:

@@ -62,6 +62,8 @@ class FakeVmm:
         self._registered: dict[int, tuple[int, bool]] = {}
         self._contexts: Counter[int] = Counter()
         self._streams: set[int] = set()
+        self._copies: dict[int, list[tuple[int, int, int]]] = {}
+        self._copying = threading.Lock()
         self._current = threading.local()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         chosen = range(self.settings.gpus) if visible is None else [int(i) for i in visible.split(",") if i]
@@ -197,10 +199,6 @@ class FakeVmm:
         if not self._contexts[ordinal]:
             raise fail("cuDevicePrimaryCtxRelease", "INVALID_CONTEXT", "released more often than retained")
         self._contexts[ordinal] -= 1
-
-    @driver_call("cuCtxSynchronize", context=True)
-    def synchronize(self) -> None:
-        pass
 
     # Virtual memory management
 
