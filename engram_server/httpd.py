@@ -86,6 +86,9 @@ class StatusServer:
                 status, kind, body = ROUTES[path](self)
             except concurrent.futures.TimeoutError:
                 status, kind, body = "503 Service Unavailable", "text/plain", b"the daemon does not answer\n"
+            except Exception:  # a bug of ours costs one request
+                log.exception("answering %s failed", path)
+                status, kind, body = "500 Internal Server Error", "text/plain", b"see the daemon's log\n"
         headers = [
             ("Content-Type", kind),
             ("Content-Length", str(len(body))),

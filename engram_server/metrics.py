@@ -116,7 +116,7 @@ def _tables(now: Snapshot) -> Iterator[Metric]:
 
 def _clients(now: Snapshot) -> Iterator[Metric]:
     leases = now.status.leases
-    yield GaugeMetricFamily("engram_leases", "Clients that are attached", len(leases))
+    yield GaugeMetricFamily("engram_leases", "Clients that are attached", now.status.lease_count)
     oldest = max((lease.age_s for lease in leases), default=0.0)
     yield GaugeMetricFamily("engram_oldest_lease_seconds", "Age of the oldest lease", oldest)
     ages = GaugeMetricFamily("engram_lease_age_seconds", "Age of a lease", labels=["lease", "name", "rank"])

@@ -40,7 +40,7 @@ def watched(folder: Path, checkpoint: Path) -> Iterator[Daemon]:
 
 
 def url(daemon: Daemon) -> str:
-    (found,) = re.findall(r'"message": "metrics and status page: (http://[^"]+)"', daemon.log)
+    (found,) = re.findall(r"metrics and status page: (http://[0-9.:]+)", daemon.log)
     return str(found)
 
 
@@ -161,6 +161,23 @@ def test_bench_brings_a_group_of_ranks_to_split_tables(folder: Path, checkpoint:
         arguments = ["--tokens", "4", "--repetitions", "1", "--json"]
         found = json.loads(ctl("bench", "--endpoint", daemon.endpoint, *arguments))["measurements"]
     assert {(each["ranks"], each["lookup"]) for each in found} == {(2, "collective")}
+
+
+REFUSE_EXEC_GAIN = """
+import ctypes, os, sys
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3: what MemoryDenyWriteExecute= stands for
+    sys.exit(77)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_the_daemon_needs_no_memory_that_is_writable_and_executable(folder: Path, checkpoint: Path) -> None:
+    probe = subprocess.run([sys.executable, "-c", REFUSE_EXEC_GAIN, "/bin/true"], check=False)
+    if probe.returncode == 77:
+        pytest.skip("this kernel cannot refuse it")
+    config = {"model_path": str(checkpoint), "metrics": {"listen": "127.0.0.1:0"}}
+    with running(folder, config, wrapper=(sys.executable, "-c", REFUSE_EXEC_GAIN)) as daemon:
+        assert metric(daemon, "engram_state", state="ready") == 1
 
 
 # The page in a browser

@@ -10,86 +10,21 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from engram_client.errors import MetricsUnavailable
-from engram_client.identity import TableIdentity
-from engram_client.layout import RowFormat, TableGeometry, whole
 from engram_client.protocol import (
-    Backing,
-    LeaseStatus,
-    LoadProgress,
-    LookupCounters,
-    SegmentInfo,
-    SegmentStatus,
     State,
-    StatusReply,
-    TableInfo,
 )
 from engram_server import httpd
 from engram_server.httpd import StatusServer, address_of
-from engram_server.metrics import Metrics, Snapshot
-from engram_server.tally import ATTACH_BUCKETS_S, Histogram, Tally
-
-GEOMETRY = TableGeometry(layer_id=1, columns=(5, 7))
-
-
-def status(state: State = State.READY, name: str = "engine", **changes: Any) -> StatusReply:
-    segment = SegmentInfo(
-        id="L1",
-        layer_id=1,
-        shard=whole(GEOMETRY),
-        rank=None,
-        nbytes=4096,
-        backing=Backing.MEMFD,
-        row_format=RowFormat.PACKED,
-        page_bytes=4096,
-    )
-    lease = LeaseStatus(
-        id=3,
-        pid=7,
-        uid=8,
-        gid=9,
-        name=name,
-        rank=0,
-        world_size=1,
-        device="cpu",
-        layers=(1,),
-        age_s=12.5,
-        lookups=LookupCounters(rows=24),
-    )
-    facts: dict[str, Any] = {
-        "state": state,
-        "version": "1",
-        "epoch": "e",
-        "pid": 1,
-        "uptime_s": 3.0,
-        "options": None,
-        "backing_reason": "",
-        "load": LoadProgress(phase="loading", done_bytes=1, total_bytes=4, elapsed_s=0.5),
-        "report": None,
-        "tables": (TableInfo(geometry=GEOMETRY, identity=TableIdentity.of(GEOMETRY, "ab" * 16), segments=(segment,)),),
-        "segments": (SegmentStatus(info=segment, huge_bytes=2048, numa="none"),),
-        "leases": (lease,),
-        "failure": None,
-    }
-    known = {field.name for field in msgspec.structs.fields(StatusReply)}
-    more = {"adopted": False, "outlook": ""}
-    return StatusReply(**{**facts, **{k: v for k, v in more.items() if k in known}, **changes})
-
-
-def snapshot(state: State = State.READY, name: str = "engine") -> Snapshot:
-    tally = Tally()
-    tally.attach_s.observe(0.03)
-    tally.refused["RankInvalid"] += 2
-    tally.count_verified(ok=True)
-    return Snapshot.of(status(state, name), LookupCounters(rows=48, invalid_ids=5, prefetch_late=1), 4, tally)
+from engram_server.metrics import Metrics
+from engram_server.tally import ATTACH_BUCKETS_S, Histogram
+from tests.support.observed import snapshot
 
 
 def values(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
