@@ -90,7 +90,14 @@ class Client(Protocol):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the daemon that gave the lease still lives. The tables stay readable when it does not."""
+        """Whether a daemon holds this client's lease. The tables stay readable when none does; the client takes
+        a new lease by itself when a daemon serves the same tables again."""
+        ...
+
+    @property
+    def stale(self) -> bool:
+        """Whether the daemon that is there now serves other tables (or another split) than those mapped here,
+        which stay readable and unchanged. Connect again for the new ones."""
         ...
 
     def table(self, layer_id: int) -> Table:
@@ -98,7 +105,11 @@ class Client(Protocol):
         ...
 
     def close(self) -> None:
-        """Unmaps the tables and ends the lease. Closing twice is harmless."""
+        """Unmaps the tables and ends the lease. Closing twice is harmless.
+
+        Raises BufferError while another thread looks rows up: no lookup starts any more, and the tables are
+        unmapped by calling it again when the running ones have ended.
+        """
         ...
 
     def __enter__(self) -> Self: ...
@@ -142,6 +153,6 @@ class Connect(Protocol):
 
         Raises NoServer, ServerRefused, AccessDenied, ProtocolMismatch, ConnectTimeout, TransferCut,
         LoadFailed, ServerDraining, IdentityMismatch, TpSizeMismatch, RankInvalid, UnknownLayer,
-        TooManyClients, MapFailed or GroupInvalid.
+        TooManyClients, TooFewDescriptors, MapFailed or GroupInvalid.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from engram_client.errors import (
 )
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
+from engram_client.lease import Lease
 from engram_client.mapping.segments import CpuMapping, map_for_cpu
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from engram_client.table import MappedTable
-
-_open_clients: weakref.WeakSet[MappedClient] = weakref.WeakSet()
 
 
 def connect(
@@ -89,9 +89,35 @@ def connect(
     except BaseException:
         lease.close()
         raise
+    again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
+    held = Lease(lease, again)
     counters = Counters()
-    reporter = Reporter(endpoint, lease.epoch, lease.lease, counters, time.monotonic() - started)
-    return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict, counters, reporter)
+    reporter = Reporter(endpoint, lambda: held.address, counters, time.monotonic() - started)
+    return MappedClient(endpoint, rank, world_size, attached, held, mappings, group, strict, counters, reporter)
+
+
+def _same_tables(request: Attach, attached: Attached) -> Attach:
+    """The request for a lease on exactly what `attached` handed out; it never waits for a load."""
+    return msgspec.structs.replace(
+        request,
+        layers=tuple(table.geometry.layer_id for table in attached.tables),
+        identity=tuple(table.identity for table in attached.tables),
+        roots={},
+        wait=False,
+    )
+
+
+def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConnection:
+    """A new lease. Its descriptors are not needed: the memory is mapped."""
+    lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
+    try:
+        attached = _attach(endpoint, lease, request, time.monotonic(), 0, None)
+        for descriptor in lease.redeem(attached.ticket, REPLY_LEAST_S).values():
+            os.close(descriptor)
+    except BaseException:
+        lease.close()
+        raise
+    return lease
 
 
 def _printable(name: str) -> str:
@@ -137,7 +163,7 @@ class MappedClient:
         rank: int,
         world_size: int,
         attached: Attached,
-        lease: HandoverConnection,
+        lease: Lease,
         mappings: dict[str, CpuMapping],
         group: ProcessGroup | None,
         strict: bool,
@@ -158,7 +184,9 @@ class MappedClient:
         self._tables: dict[int, MappedTable] = {}
         self._owner_pid = os.getpid()
         self._closed = False
-        _open_clients.add(self)
+        # A client that is dropped without close() gives its lease up all the same.
+        weakref.finalize(self, lease.close)
+        weakref.finalize(self, reporter.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"layers {list(self._infos)}"
@@ -184,6 +212,10 @@ class MappedClient:
     def server_alive(self) -> bool:
         return not self._closed and self._owner_pid == os.getpid() and self._lease.alive
 
+    @property
+    def stale(self) -> bool:
+        return self._lease.stale
+
     def table(self, layer_id: int) -> MappedTable:
         self.check_usable(f"table {layer_id}")
         if layer_id not in self._infos:
@@ -193,7 +225,7 @@ class MappedClient:
 
             info = self._infos[layer_id]
             (segment,) = info.segments
-            self._tables[layer_id] = MappedTable(
+            made = MappedTable(
                 info,
                 self._mappings[segment.id].view,
                 self._rank,
@@ -204,6 +236,7 @@ class MappedClient:
                 self._counters,
                 self._reporter.tick,
             )
+            return self._tables.setdefault(layer_id, made)  # another thread may have been faster
         return self._tables[layer_id]
 
     def check_usable(self, what: str) -> None:
@@ -214,10 +247,8 @@ class MappedClient:
             raise ClientClosed(what=what)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for table in self._tables.values():
+        self._closed = True  # first, so that no lookup starts while tables go
+        for table in list(self._tables.values()):
             table.close()
         for mapping in self._mappings.values():
             mapping.close()
@@ -231,15 +262,3 @@ class MappedClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def close_lease_in_child(self) -> None:
-        """A forked child's copy of the connection would keep the lease alive after the rank's death."""
-        self._lease.close()
-
-
-def _after_fork_in_child() -> None:
-    for client in list(_open_clients):
-        client.close_lease_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

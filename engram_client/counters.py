@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -40,11 +41,13 @@ class Counters:
 
 
 class Reporter:
-    """Sends the counters of one lease. `tick` is cheap and is called with every lookup."""
+    """Sends the counters of one client under its lease. `tick` is cheap and is called with every lookup."""
 
-    def __init__(self, endpoint: str, epoch: str, lease: int, counters: Counters, attach_s: float) -> None:
-        self._epoch = epoch
-        self._lease = lease
+    def __init__(
+        self, endpoint: str, address: Callable[[], tuple[str, int]], counters: Counters, attach_s: float
+    ) -> None:
+        """`address`: epoch and number of the lease as it is now. Nothing here refers to the client."""
+        self._address = address
         self._counters = counters
         self._attach_s = attach_s
         self._owner_pid = os.getpid()
@@ -61,7 +64,7 @@ class Reporter:
         self.tick()
 
     def __repr__(self) -> str:
-        return f"<Reporter of lease {self._lease}>"
+        return f"<Reporter of lease {self._address()[1]}>"
 
     def tick(self) -> None:
         """Sends a report when the last one is a second old. Never waits, never raises."""
@@ -75,9 +78,8 @@ class Reporter:
             self._lock.release()
 
     def _send(self) -> None:
-        report = Report(
-            epoch=self._epoch, lease=self._lease, lookups=self._counters.snapshot(), attach_s=self._attach_s
-        )
+        epoch, lease = self._address()
+        report = Report(epoch=epoch, lease=lease, lookups=self._counters.snapshot(), attach_s=self._attach_s)
         with contextlib.suppress(zmq.ZMQError):  # nobody takes it, or the socket is closed
             self._socket.send(encode(report, limit=MAX_REQUEST_BYTES), zmq.NOBLOCK)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ class MappedTable:
         self._counters = counters
         self._tick = tick
         self._invalid = 0
+        self._counting = threading.Lock()
         (part,) = info.segments
         self._local = SegmentRows(segment, info.geometry, part.shard, part.row_format)
         self._lookup = ShardedLookup(group, rank, world_size, info.geometry, self._local, whole=part.rank is None)
@@ -81,12 +83,17 @@ class MappedTable:
         counts: Sequence[int] | None = None,
     ) -> Tensor:
         self._check_usable(f"table {self.layer_id}")
-        found = self._lookup.lookup(ids, out, hashed=hashed, tokens=tokens, counts=counts)
+        try:
+            found = self._lookup.lookup(ids, out, hashed=hashed, tokens=tokens, counts=counts)
+        except ValueError:  # the segment is gone: closed by another thread since the look above?
+            self._check_usable(f"table {self.layer_id}")
+            raise
         self._counters.rows += ids.numel()
         self._counters.invalid_ids += found.invalid.count
         self._tick()
         if found.invalid.count:
-            self._invalid += found.invalid.count
+            with self._counting:
+                self._invalid += found.invalid.count
             if self._strict:
                 raise InvalidIds(
                     layer_id=self.layer_id,

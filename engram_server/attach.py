@@ -8,6 +8,7 @@ from engram_client.errors import (
     IdentityMismatch,
     NotAllowedNow,
     RankInvalid,
+    TableDamaged,
     TooManyClients,
     TpSizeMismatch,
     UnknownLayer,
@@ -30,12 +31,15 @@ def answer(
     options: ResolvedOptions | None,
     tables: tuple[TableInfo, ...],
     leases: Leases,
+    damaged: frozenset[str] = frozenset(),
 ) -> Attached:
     """The tables `request` asks for, with a ticket for their descriptors.
 
-    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, UnknownLayer, IdentityMismatch or TooManyClients.
+    `damaged`: segments that are not handed out any more, by id.
+    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, UnknownLayer, IdentityMismatch, TableDamaged or
+    TooManyClients.
     """
-    if current not in state.ANSWERS[Attach] or options is None:
+    if current not in state.RULES[Attach].answered or options is None:
         raise NotAllowedNow(request="attach", state=current.value)
     if not 0 <= request.rank < request.world_size:
         raise RankInvalid(rank=request.rank, world_size=request.world_size)
@@ -51,6 +55,9 @@ def answer(
         )
         for table in chosen
     )
+    for segment in (segment for table in handed for segment in table.segments):
+        if segment.id in damaged:
+            raise TableDamaged(layer_id=segment.layer_id, segment=segment.id)
     ticket = leases.issue(
         Grant(
             segments=tuple(segment.id for table in handed for segment in table.segments),

@@ -17,6 +17,7 @@ from engram_client.errors import EXIT_OTHER, EngramError, TooFewDescriptors
 from engram_client.version import VERSION
 from engram_server import logs
 from engram_server.config import LoadedConfig, load_config
+from engram_server.fdstore import ServiceManager
 from engram_server.service import Service
 from engram_server.sockets import EndpointLock
 
@@ -35,13 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     options = _parse(arguments)
     logs.set_up(options.log_level, options.log_format)
+    manager = ServiceManager.from_environ(os.environ, os.getpid())
     try:
         loaded = load_config(options.config, options.engram_config, os.environ)
         for remark in loaded.remarks:
             log.warning("%s", remark)
         _raise_file_limit()
         lock = EndpointLock(loaded.config.control)
-        return uvloop.run(_serve(loaded, lock))
+        return uvloop.run(_serve(loaded, lock, manager))
     except EngramError as error:
         log.error("%s: %s", error.code, error)
         return error.exit_code
@@ -52,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OTHER
 
 
-async def _serve(loaded: LoadedConfig, lock: EndpointLock) -> int:
-    service = Service(loaded, lock)
+async def _serve(loaded: LoadedConfig, lock: EndpointLock, manager: ServiceManager) -> int:
+    service = Service(loaded, lock, manager)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.stop)

@@ -64,6 +64,9 @@ class HostConfig(_Section, frozen=True):
     memory_check: Literal["strict", "warn", "off"] = "strict"
     """When memory looks short: `strict` refuses, `warn` goes on (virtual machines that grow their memory report
     too little), `off` does not look."""
+    keep: Literal["auto", "off"] = "auto"
+    """Whether tables outlive the daemon. `auto`: yes, where the next one can find them: in a named backing
+    (`posix_shm`, `file`), or in the service manager's store; `engram-ctl purge` frees them. `off`: they end with it."""
 
 
 class ControlConfig(_Section, frozen=True):

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from engram_client.control import ask_owner
 from engram_client.errors import EXIT_OK
 from engram_client.protocol import LogLevel, LogLevelReply, SetLogLevel
-from engram_server.ctl_common import add_endpoint, add_json, ask
+from engram_server.ctl_common import add_endpoint, add_json, endpoint_of
 
 
 def add_parser(commands: Any) -> None:
@@ -23,7 +24,14 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     wanted = LogLevel(options.level) if options.level else None
-    reply = ask(options, SetLogLevel(level=wanted), LogLevelReply, "asking for the log level")
+    endpoint, handover = endpoint_of(options)
+    reply = ask_owner(
+        endpoint,
+        lambda permit: SetLogLevel(permit=permit, level=wanted),
+        timeout=options.timeout,
+        handover=handover,
+        expected=LogLevelReply,
+    )
     if options.json:
         print(json.dumps(msgspec.to_builtins(reply)))
     else:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engram_client.control import query_status
 from engram_client.errors import EXIT_OK
-from engram_client.protocol import LeaseStatus, State, Status, StatusReply
-from engram_server.ctl_common import add_endpoint, add_json, ask
+from engram_client.protocol import LeaseStatus, State, StatusReply
+from engram_server.ctl_common import add_endpoint, add_json, endpoint_of
 from engram_server.findings import gib
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def samples(options: argparse.Namespace) -> Iterator[Sample]:
+    endpoint, handover = endpoint_of(options)
     before: dict[int, int] = {}
     looked = time.monotonic()
     made = 0
     while options.count is None or made < options.count:
-        status = ask(options, Status(), StatusReply, "asking for the status")
+        status = query_status(endpoint, timeout=options.timeout, handover=handover)
         now = time.monotonic()
         rates = {lease.id: _rate(lease, before, now - looked) for lease in status.leases}
         before, looked = {lease.id: lease.lookups.rows for lease in status.leases}, now

@@ -74,9 +74,12 @@ _staging = _Staging()
 
 
 class DeviceTarget:
-    """A segment in GPU memory, mapped for writing: see fill.Target. Raises GpuNotFound or CudaCallFailed."""
+    """A segment in GPU memory, mapped for writing unless told otherwise: see fill.Target.
 
-    def __init__(self, info: SegmentInfo, fd: int, driver: Driver) -> None:
+    Raises GpuNotFound or CudaCallFailed.
+    """
+
+    def __init__(self, info: SegmentInfo, fd: int, driver: Driver, writable: bool = True) -> None:
         self.info = info
         self._driver = driver
         present = visible_gpus(driver)
@@ -84,7 +87,7 @@ class DeviceTarget:
             raise GpuNotFound(device=str(info.device), present=present)
         self._ordinal = present.index(info.device)
         self._mapping = VmmMapping(
-            fd, info.nbytes, driver, self._ordinal, writable=True, page_bytes=info.page_bytes, name=info.id
+            fd, info.nbytes, driver, self._ordinal, writable=writable, page_bytes=info.page_bytes, name=info.id
         )
         self._scales_at = info.shard.rows * ROW_VALUES
 

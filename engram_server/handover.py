@@ -17,24 +17,30 @@ from collections.abc import Callable
 from engram_client.errors import (
     AccessDenied,
     EngramError,
+    Evicted,
     InternalError,
     MalformedMessage,
     NotAllowedNow,
+    NotPermitted,
     TooManyClients,
 )
 from engram_client.protocol import (
     MAX_FDS_PER_MESSAGE,
     MAX_HANDOVER_BYTES,
+    Authorize,
+    Authorized,
+    Beat,
     Failed,
     Granted,
     Greeting,
     HandoverReply,
-    Redeem,
+    HandoverRequest,
     decode,
     encode,
 )
 from engram_server.config import ControlConfig
 from engram_server.leases import Lease, Leases, Peer
+from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +63,7 @@ class Handover:
         control: ControlConfig,
         epoch: str,
         leases: Leases,
+        permits: Tickets[Peer],
         descriptor_of: Callable[[str], int],
     ) -> None:
         self._listener = listener
@@ -65,6 +72,7 @@ class Handover:
         self._gids = frozenset(control.gids)
         self._epoch = epoch
         self._leases = leases
+        self._permits = permits
         self._descriptor_of = descriptor_of
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
@@ -138,6 +146,25 @@ class Handover:
             messages.append((granted, [self._descriptor_of(name) for name in part]))
         return messages
 
+    def authorize(self, peer: Peer) -> bytes:
+        """A permit for one request of the owner. Raises NotPermitted for anyone else."""
+        owner = os.geteuid()
+        if peer.uid not in (0, owner):
+            raise NotPermitted(request="authorize", owner=owner, problem=f"uid {peer.uid} asked")
+        return self._permits.issue(peer)
+
+    def evict(self, lease_id: int) -> None:
+        """Ends a lease, after telling its holder. Raises UnknownLease."""
+        lease = self._leases.find(lease_id)
+        for connection in list(self._connections):
+            if connection.lease is lease:
+                log.warning("evicting lease %d (pid %d)", lease.id, lease.peer.pid)
+                connection.send(Failed.of(Evicted(lease=lease_id)))
+                connection.close()
+
+    def seen(self, lease: Lease) -> None:
+        self._leases.seen(lease)
+
     def forget(self, connection: _Connection, lease: Lease | None) -> None:
         self._connections.discard(connection)
         if lease is not None:
@@ -186,10 +213,8 @@ class _Connection:
         try:
             if flags & socket.MSG_TRUNC or ancillary:
                 raise MalformedMessage(problem="the message is too long, or came with descriptors")
-            request: Redeem = decode(frame, Redeem, limit=MAX_HANDOVER_BYTES)[1]
-            if self._lease is not None:
-                raise NotAllowedNow(request="redeem", state="leased to this connection")
-            self._grant(request.ticket)
+            request: HandoverRequest = decode(frame, HandoverRequest, limit=MAX_HANDOVER_BYTES)[1]
+            self._obey(request)
         except EngramError as error:
             log.warning("pid %d on the descriptor socket: %s", self._peer.pid, error)
             self.send(Failed.of(error))
@@ -198,6 +223,23 @@ class _Connection:
             log.exception("the descriptor socket failed pid %d", self._peer.pid)
             self.send(Failed.of(InternalError(doing="handing descriptors out", problem=repr(error)[:500])))
             self.close()
+
+    @property
+    def lease(self) -> Lease | None:
+        return self._lease
+
+    def _obey(self, request: HandoverRequest) -> None:
+        if isinstance(request, Authorize):
+            self.send(Authorized(permit=self._owner.authorize(self._peer)))
+            return
+        if isinstance(request, Beat):
+            if self._lease is None:
+                raise NotAllowedNow(request="beat", state="without a lease on this connection")
+            self._owner.seen(self._lease)
+            return
+        if self._lease is not None:
+            raise NotAllowedNow(request="redeem", state="leased to this connection")
+        self._grant(request.ticket)
 
     def _grant(self, ticket: bytes) -> None:
         self._lease, messages = self._owner.redeem(ticket, self._peer)

@@ -48,6 +48,7 @@ class Daemon:
         arguments: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
         wrapper: tuple[str, ...] = (),
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +66,7 @@ class Daemon:
             stderr=self._log,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(environ or {})},
+            pass_fds=pass_fds,
         )
 
     @property
@@ -72,8 +74,8 @@ class Daemon:
         return self.process.pid
 
     def names_left(self) -> list[str]:
-        """Sockets and named segments of this daemon that still exist; the lock file is meant to stay."""
-        sockets = [path for path in (self.control_path, self.handover_path) if path.exists()]
+        """Sockets, manifest and named segments of this daemon that still exist; the lock file is meant to stay."""
+        sockets = [path for path in self.control_path.parent.glob("*") if path.suffix != ".lock"]
         shared = Path("/dev/shm").glob(f"engram-{endpoint_tag(self.endpoint)}-*")
         return [str(path) for path in (*sockets, *shared, *self.folder.glob("tmpfs/*"))]
 

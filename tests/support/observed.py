@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from engram_client.identity import TableIdentity
 from engram_client.layout import RowFormat, TableGeometry, whole
 from engram_client.protocol import (
@@ -47,6 +45,7 @@ def status(state: State = State.READY, name: str = "engine", **changes: Any) -> 
         device="cpu",
         layers=(1,),
         age_s=12.5,
+        last_seen_s=1.0,
         lookups=LookupCounters(rows=24),
     )
     facts: dict[str, Any] = {
@@ -64,10 +63,11 @@ def status(state: State = State.READY, name: str = "engine", **changes: Any) -> 
         "leases": (lease,),
         "lease_count": 1,
         "failure": None,
+        "adopted": False,
+        "outlook": "",
+        "check": None,
     }
-    known = {field.name for field in msgspec.structs.fields(StatusReply)}
-    more = {"adopted": False, "outlook": ""}
-    return StatusReply(**{**facts, **{k: v for k, v in more.items() if k in known}, **changes})
+    return StatusReply(**facts | changes)
 
 
 def snapshot(state: State = State.READY, name: str = "engine", **changes: Any) -> Snapshot:

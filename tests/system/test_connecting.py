@@ -109,7 +109,7 @@ def test_the_identity_does_not_depend_on_split_or_backing(folder: Path, checkpoi
     for number, (engram, host) in enumerate(
         (
             ({"placement": "cpu", "replication": "per_node"}, {"backing": "memfd"}),
-            ({"placement": "cpu"}, {"backing": "posix_shm"}),
+            ({"placement": "cpu"}, {"backing": "posix_shm", "keep": "off"}),
         )
     ):
         config = {"model_path": str(checkpoint), "tp_size": 5, "engram_config": engram, "host": host}

@@ -360,8 +360,7 @@ def test_the_daemon_and_its_loader_need_no_particular_working_folder(folder: Pat
     """Nor one that can be entered, nor names of letters only."""
     odd = folder / "тест folder"
     (odd / "cwd").mkdir(parents=True)
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = str(Path(__file__).parents[2])
     wrapper = ("sh", "-c", f'cd "{odd}/cwd" && rmdir "{odd}/cwd" && exec "$@"', "sh")
     config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu", "replication": "per_node"}}
     with running(odd, config, wrapper=wrapper, environ={"PYTHONPATH": path}) as daemon:
@@ -384,3 +383,26 @@ def test_a_second_daemon_does_not_take_the_descriptor_socket_of_another_endpoint
         assert shared in second.log
         with connect(first.endpoint, rank=0, world_size=1, timeout=5, handover=shared) as client:
             assert client.server_alive
+
+
+# What the machine does not have
+
+
+def test_a_table_larger_than_the_machine_ends_with_3_and_wakes_who_waits(folder: Path) -> None:
+    """Refused before a page is taken, with both numbers."""
+    geometry = {**SLOW["geometry"], "engram_vocab_size": 1 << 40}
+    code, log = run_to_end(folder, {**SLOW, "geometry": geometry})
+    assert code == EXIT_RESOURCES
+    assert "NotEnoughMemory" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a /dev/shm of its own")
+@pytest.mark.parametrize(("mount", "fill"), [("size=1m", ""), ("size=16m", "head -c 8m /dev/zero > /dev/shm/others")])
+def test_a_small_or_full_dev_shm_ends_with_3_and_names_the_way_out(mount: str, fill: str, folder: Path) -> None:
+    prepare = f"mount -t tmpfs -o {mount} test /dev/shm; {fill or ':'}"
+    wrapper = ("unshare", "--mount", "sh", "-ec", f'{prepare}; exec "$@"', "sh")
+    code, log = run_to_end(folder, {**SLOW, "host": {"backing": "posix_shm"}}, wrapper=wrapper)
+    assert code == EXIT_RESOURCES
+    assert "NotEnoughSpace: /dev/shm has" in log
+    assert 'host.backing to "memfd"' in log

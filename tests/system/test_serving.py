@@ -37,9 +37,9 @@ def tmpfs(folder: Path, size: str = "256m") -> Iterator[Path]:
 def host_section(backing: str, folder: Path) -> Iterator[dict[str, Any]]:
     if backing == "file":
         with tmpfs(folder / "tmpfs") as path:
-            yield {"backing": backing, "path": str(path)}
+            yield {"backing": backing, "path": str(path), "keep": "off"}
     else:
-        yield {"backing": backing}
+        yield {"backing": backing, "keep": "off"}
 
 
 def ask_everything(rank: int, world_size: int, endpoint: str, checkpoint: str) -> int:

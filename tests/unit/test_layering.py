@@ -21,6 +21,7 @@ LOADER_CHILD = frozenset(
     f"engram_server.{name}"
     for name in (
         "load_child",
+        "check_child",
         "device_target",
         "fill",
         "reader",
