@@ -15,6 +15,7 @@ from engram_client.errors import ConnectTimeout, MalformedMessage, TooFewDescrip
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection, milliseconds_until
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
+    Done,
     Failed,
     Progress,
     Reply,
@@ -134,7 +135,7 @@ def ask_owner(
     endpoint: str,
     request: Callable[[bytes], Request],
     *,
-    expected: type[_R],
+    expected: type[_R] = Done,  # type: ignore[assignment]
     timeout: float = 5.0,
     handover: str | None = None,
 ) -> _R:
