@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -9,25 +10,26 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
 from engram_client.control import ControlConnection
-from engram_client.counters import Counters, Reporter
+from engram_client.counters import Reporter
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
-    DeviceUnsupported,
     ForkedClient,
+    IdsShapeInvalid,
     RankInvalid,
     TransferCut,
     UnknownLayer,
 )
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
+from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
-from engram_client.mapping.segments import CpuMapping, map_for_cpu
+from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, map_for_cpu, map_for_gpu
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
     Attach,
@@ -39,8 +41,12 @@ from engram_client.protocol import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from engram_client.gpu import GpuTables
+    from engram_client.lookup.collective import LocalRows
+    from engram_client.lookup.kernels import Kernels
     from engram_client.table import MappedTable
 
 
@@ -62,8 +68,12 @@ def connect(
     """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
     if not 0 <= rank < world_size:
         raise RankInvalid(rank=rank, world_size=world_size)
-    if device != "cpu":
-        raise DeviceUnsupported(device=device)
+    ordinal = gpu_ordinal(device)
+    kernels = None
+    if ordinal is not None:
+        from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
+
+        kernels = prepare(ordinal)
     started = time.monotonic()
     deadline = started + timeout
     request = Attach(
@@ -81,19 +91,26 @@ def connect(
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
-    lease = HandoverConnection.open(handover_path(endpoint, handover), timeout)
-    try:
-        attached = _attach(endpoint, lease, request, deadline, timeout, on_progress)
+    sockets = handover_path(endpoint, handover)
+    with contextlib.ExitStack() as undo:
+        lease = undo.enter_context(HandoverConnection.open(sockets, timeout))
+        control = undo.enter_context(ControlConnection(endpoint, lease))
+        attached = _attach(control, lease, request, deadline, timeout, on_progress)
         descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
-        mappings = _map(attached.tables, descriptors)
-    except BaseException:
-        lease.close()
-        raise
-    again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
-    held = Lease(lease, again)
-    counters = Counters()
-    reporter = Reporter(endpoint, lambda: held.address, counters, time.monotonic() - started)
-    return MappedClient(endpoint, rank, world_size, attached, held, mappings, group, strict, counters, reporter)
+        mappings = _map(attached.tables, descriptors, ordinal, os.path.dirname(sockets))
+        for mapping in mappings.values():
+            undo.callback(mapping.close)
+        again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
+        kept = Lease(lease, again)
+        undo.callback(kept.close)
+        reporter = Reporter(*control.give_away(), lambda: kept.address, time.monotonic() - started)
+        undo.callback(reporter.close)
+        client = MappedClient(endpoint, rank, world_size, attached, kept, mappings, group, strict, reporter)
+        if kernels is not None:
+            undo.callback(client.close)
+            client.open_on_gpu(kernels)
+        undo.pop_all()
+    return client
 
 
 def _same_tables(request: Attach, attached: Attached) -> Attach:
@@ -111,7 +128,8 @@ def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConn
     """A new lease. Its descriptors are not needed: the memory is mapped."""
     lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
     try:
-        attached = _attach(endpoint, lease, request, time.monotonic(), 0, None)
+        with ControlConnection(endpoint, lease) as control:
+            attached = _attach(control, lease, request, time.monotonic(), 0, None)
         for descriptor in lease.redeem(attached.ticket, REPLY_LEAST_S).values():
             os.close(descriptor)
     except BaseException:
@@ -126,29 +144,36 @@ def _printable(name: str) -> str:
 
 
 def _attach(
-    endpoint: str,
+    control: ControlConnection,
     lease: HandoverConnection,
     request: Attach,
     deadline: float,
     timeout: float,
     on_progress: Callable[[Progress], None] | None,
 ) -> Attached:
-    with ControlConnection(endpoint, lease) as control:
-        left = max(deadline - time.monotonic(), REPLY_LEAST_S)
-        for reply in control.request(request, left, "waiting for the tables"):
-            if isinstance(reply, Attached):
-                if reply.epoch != lease.epoch:
-                    raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
-                return reply
-            if isinstance(reply, Progress) and on_progress is not None:
-                on_progress(reply)
+    left = max(deadline - time.monotonic(), REPLY_LEAST_S)
+    for reply in control.request(request, left, "waiting for the tables"):
+        if isinstance(reply, Attached):
+            if reply.epoch != lease.epoch:
+                raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
+            return reply
+        if isinstance(reply, Progress) and on_progress is not None:
+            on_progress(reply)
     raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
-def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, CpuMapping]:
-    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none."""
+def _map(
+    tables: Sequence[TableInfo], descriptors: dict[str, int], ordinal: int | None, lock_path: str
+) -> Mapping[str, CpuMapping | GpuMapping]:
+    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none.
+
+    lock_path: the sockets' folder, which all ranks of a node share: those that register memory take turns.
+    """
+    segments = [segment for table in tables for segment in table.segments]
     try:
-        return map_for_cpu([segment for table in tables for segment in table.segments], descriptors)
+        if ordinal is None:
+            return map_for_cpu(segments, descriptors)
+        return map_for_gpu(segments, descriptors, ordinal, lock_path=lock_path)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -164,10 +189,9 @@ class MappedClient:
         world_size: int,
         attached: Attached,
         lease: Lease,
-        mappings: dict[str, CpuMapping],
+        mappings: Mapping[str, CpuMapping | GpuMapping],
         group: ProcessGroup | None,
         strict: bool,
-        counters: Counters,
         reporter: Reporter,
     ) -> None:
         self._endpoint = endpoint
@@ -179,9 +203,9 @@ class MappedClient:
         self._mappings = mappings
         self._group = group
         self._strict = strict
-        self._counters = counters
         self._reporter = reporter
         self._tables: dict[int, MappedTable] = {}
+        self._gpu: GpuTables | None = None
         self._owner_pid = os.getpid()
         self._closed = False
         # A client that is dropped without close() gives its lease up all the same.
@@ -221,23 +245,62 @@ class MappedClient:
         if layer_id not in self._infos:
             raise UnknownLayer(layer_id=layer_id, served=list(self._infos))
         if layer_id not in self._tables:
-            from engram_client.table import MappedTable  # brings torch, which a rank has and a tool may not
-
-            info = self._infos[layer_id]
-            (segment,) = info.segments
-            made = MappedTable(
-                info,
-                self._mappings[segment.id].view,
-                self._rank,
-                self._world_size,
-                self._group,
-                self._strict,
-                self.check_usable,
-                self._counters,
-                self._reporter.tick,
-            )
+            made = self._opened(self._infos[layer_id])
             return self._tables.setdefault(layer_id, made)  # another thread may have been faster
         return self._tables[layer_id]
+
+    def _opened(self, info: TableInfo) -> MappedTable:
+        from engram_client.lookup.cpu import SegmentRows  # brings torch, which a rank has and a tool may not
+        from engram_client.table import MappedTable
+
+        local: LocalRows
+        meter = self._reporter.meter(info.geometry.layer_id)
+        if self._gpu is not None:
+            local, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+        else:
+            (part,) = info.segments
+            view = cast("CpuMapping", self._mappings[part.id]).view
+            rows = SegmentRows(view, info.geometry, part.shard, part.row_format)
+            rows.on_wait = meter.waited
+            local, whole = rows, part.rank is None
+        return MappedTable(
+            info, local, self._rank, self._world_size, self._group, self._strict, self.check_usable, meter, whole=whole
+        )
+
+    def open_on_gpu(self, kernels: Kernels) -> None:
+        """Opens all tables on the kernels' GPU, so that nothing is left to fail, or to be captured, later."""
+        from engram_client.gpu import GpuTables
+
+        self._gpu = GpuTables(kernels, list(self._infos.values()))
+        for layer in self._infos:
+            self.table(layer)
+
+    def lookup_all(self, ids: Tensor, *, hashed: bool = False) -> Tensor:
+        import torch
+
+        from engram_client.lookup.checks import check_ids
+
+        tables = [self.table(layer) for layer in self._infos]
+        columns = len(tables[0].columns)
+        check_ids(ids, tables[0].local.device, hashed=False, columns=columns)
+        if ids.dim() != 3 or ids.shape[1] != len(tables) or (hashed and ids.shape[2] != columns):
+            expected = f"[tokens, {len(tables)}, {columns}]"
+            raise IdsShapeInvalid(found=str(list(ids.shape)), expected=expected)
+        tokens, _, width = ids.shape
+        shape = (len(tables), tokens, width, ROW_VALUES)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=ids.device)
+        if self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
+            for index, table in enumerate(tables):
+                table.lookup(ids[:, index], out[index], hashed=hashed)
+        else:
+            for table in tables:
+                table.count(ids.numel() // len(tables))
+        return out.transpose(0, 1)
+
+    def check(self) -> None:
+        self.check_usable("check()")
+        for table in self._tables.values():
+            table.check()
 
     def check_usable(self, what: str) -> None:
         """Raises ForkedClient in a forked child and ClientClosed after close()."""
@@ -250,9 +313,11 @@ class MappedClient:
         self._closed = True  # first, so that no lookup starts while tables go
         for table in list(self._tables.values()):
             table.close()
+        self._reporter.close()
+        if self._gpu is not None:
+            self._gpu.close()
         for mapping in self._mappings.values():
             mapping.close()
-        self._reporter.close()
         self._lease.close()
 
     def __enter__(self) -> Self:

@@ -10,64 +10,80 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 
-from engram_client.protocol import MAX_REQUEST_BYTES, LookupCounters, Report, encode, ipc_path
+from engram_client.protocol import MAX_REQUEST_BYTES, LookupCounters, Report, encode
 
-REPORT_EVERY_S = 1.0
-LAST_REPORT_MS = 100
+REPORT_EVERY_S: Final = 1.0
+LAST_REPORT_MS: Final = 100
 """How long close() lets the last report leave."""
-_RECONNECT_MS = 1_000
-_RECONNECT_MAX_MS = 60_000
-"""A daemon that is gone is not asked for ten times a second for ever."""
 
 
-class Counters:
-    """Totals since the attach. Plain numbers: two threads that look up at once may lose a count."""
+class Meter:
+    """Counts one table's lookups. Plain numbers: two threads that look up at once may lose a count.
 
-    __slots__ = ("invalid_ids", "prefetch_hits", "prefetch_late", "rows")
+    Refers to no table and no client: what reports must not keep them alive.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_next", "_report", "invalid_ids", "prefetch_hits", "prefetch_late", "rows")
+
+    def __init__(self, report: Callable[[], None]) -> None:
         self.rows = self.invalid_ids = self.prefetch_hits = self.prefetch_late = 0
+        self._report = report
+        self._next = 0.0
 
-    def snapshot(self) -> LookupCounters:
-        return LookupCounters(
-            rows=self.rows,
-            invalid_ids=self.invalid_ids,
-            prefetch_hits=self.prefetch_hits,
-            prefetch_late=self.prefetch_late,
-        )
+    def looked_up(self, ids: int, invalid_ids: Callable[[], int]) -> None:
+        """`invalid_ids()`, the table's total, is asked for only when a report is due."""
+        self.rows += ids
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + REPORT_EVERY_S
+            self.invalid_ids = invalid_ids()
+            self._report()
+
+    def waited(self, was_ready: bool) -> None:
+        """A prefetch was waited for."""
+        if was_ready:
+            self.prefetch_hits += 1
+        else:
+            self.prefetch_late += 1
 
 
 class Reporter:
-    """Sends the counters of one client under its lease. `tick` is cheap and is called with every lookup."""
+    """Sends what the meters of one client have counted, over the control socket that it attached with.
+
+    `give_away()` of a ControlConnection makes `context` and `connected`. `address`: epoch and number of the
+    lease as it is now. Nothing here may refer to the client.
+    """
 
     def __init__(
-        self, endpoint: str, address: Callable[[], tuple[str, int]], counters: Counters, attach_s: float
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        connected: zmq.Socket[bytes],
+        address: Callable[[], tuple[str, int]],
+        attach_s: float,
     ) -> None:
-        """`address`: epoch and number of the lease as it is now. Nothing here refers to the client."""
+        self._context = context
+        self._socket = connected
         self._address = address
-        self._counters = counters
         self._attach_s = attach_s
+        self._meters: dict[int, Meter] = {}
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 2)
-        self._socket.setsockopt(zmq.RCVHWM, 2)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self._socket.connect(f"ipc://{ipc_path(endpoint)}")
         self._next = 0.0
-        self.tick()
+        self.report()
 
     def __repr__(self) -> str:
         return f"<Reporter of lease {self._address()[1]}>"
 
-    def tick(self) -> None:
-        """Sends a report when the last one is a second old. Never waits, never raises."""
+    def meter(self, layer: int) -> Meter:
+        """The meter of a table, one a layer."""
+        return self._meters.setdefault(layer, Meter(self.report))
+
+    def report(self) -> None:
+        """Sends the totals, unless that was less than a second ago. Never waits, never raises."""
         now = time.monotonic()
         if now < self._next or not self._lock.acquire(blocking=False):
             return
@@ -78,16 +94,29 @@ class Reporter:
             self._lock.release()
 
     def _send(self) -> None:
+        meters = list(self._meters.values())
         epoch, lease = self._address()
-        report = Report(epoch=epoch, lease=lease, lookups=self._counters.snapshot(), attach_s=self._attach_s)
+        report = Report(
+            epoch=epoch,
+            lease=lease,
+            lookups=LookupCounters(
+                rows=sum(meter.rows for meter in meters),
+                invalid_ids=sum(meter.invalid_ids for meter in meters),
+                prefetch_hits=sum(meter.prefetch_hits for meter in meters),
+                prefetch_late=sum(meter.prefetch_late for meter in meters),
+            ),
+            attach_s=self._attach_s,
+        )
         with contextlib.suppress(zmq.ZMQError):  # nobody takes it, or the socket is closed
             self._socket.send(encode(report, limit=MAX_REQUEST_BYTES), zmq.NOBLOCK)
 
     def close(self) -> None:
         """A last report, then the end. Harmless twice, and in a forked child."""
-        if self._socket.closed or os.getpid() != self._owner_pid:
+        if os.getpid() != self._owner_pid:
             return
         with self._lock:
+            if self._socket.closed:
+                return
             self._send()
             self._socket.close(LAST_REPORT_MS)
             self._context.term()

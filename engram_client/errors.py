@@ -599,7 +599,7 @@ class UnknownLease(ConnectError):
 
 
 class DeviceUnsupported(ConnectError):
-    template = 'lookups on device {device!r} are not supported by this version of the client; use device "cpu"'
+    template = 'lookups on device {device!r} are not supported; use device "cpu" or "cuda:N"'
     device: str
 
 

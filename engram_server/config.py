@@ -79,7 +79,7 @@ class ControlConfig(_Section, frozen=True):
     mode: Mode = "0600"
     """Mode of both sockets."""
     uids: tuple[UserId, ...] = ()
-    """Users that may attach; with gids empty too, only the daemon's own."""
+    """Users that may attach besides the daemon's own, which always may."""
     gids: tuple[UserId, ...] = ()
     """Groups that may attach."""
 
@@ -122,7 +122,8 @@ class Config(_Section, frozen=True):
     node_rank: Natural = 0
     """This node's place among them; node k holds ranks k * tp_size / nnodes and following."""
     devices: tuple[Natural | Text, ...] | None = None
-    """This node's GPUs in rank order, as indices (PCI order) or UUIDs; null = all."""
+    """This node's GPUs in rank order, as indices (PCI order) or UUIDs; null = all. A GPU that is named
+    again has the shards of several ranks."""
     host: HostConfig = HostConfig()
     """Host memory."""
     control: ControlConfig = ControlConfig()
@@ -229,8 +230,8 @@ def _check_ranks(config: Config, where: str) -> None:
             reason="every node holds the same number of ranks",
             remedy="make tp_size a multiple of nnodes",
         )
-    if config.devices is not None and (len(set(config.devices)) != len(config.devices) or not config.devices):
-        _refuse(where, "devices", "is empty or names a device twice", "distinct indices or UUIDs, or null for all")
+    if config.devices is not None and not config.devices:
+        _refuse(where, "devices", "is empty", "indices or UUIDs, or null for all")
 
 
 def _check_host(host: HostConfig, where: str) -> None:

@@ -154,7 +154,7 @@ def print_status(reply: StatusReply) -> None:
 
 def _seen(seconds: float) -> str:
     """How long ago; a process that missed three signs of life hangs, or is stopped."""
-    return f"{seconds:.0f} s ago" + (" [red](hangs?)[/]" if seconds > 3 * BEAT_INTERVAL_S else "")
+    return f"{seconds:.0f} s ago" + (" (hangs?)" if seconds > 3 * BEAT_INTERVAL_S else "")
 
 
 def gib(nbytes: int) -> str:

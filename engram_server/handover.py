@@ -118,11 +118,8 @@ class Handover:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _admit(self, peer: Peer, peer_socket: socket.socket) -> None:
-        if self._uids or self._gids:
-            allowed = peer.uid in self._uids or bool(self._gids & {peer.gid, *_groups_of(peer_socket)})
-        else:
-            allowed = peer.uid == os.geteuid()
-        if not allowed:
+        allowed = peer.uid == os.geteuid() or peer.uid in self._uids
+        if not allowed and not self._gids & {peer.gid, *_groups_of(peer_socket)}:
             raise AccessDenied(path=self._path, uid=peer.uid, problem="the daemon does not list it")
         if len(self._connections) > MAX_CONNECTIONS:
             raise TooManyClients(what="connections", limit=MAX_CONNECTIONS)

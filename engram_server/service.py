@@ -325,10 +325,8 @@ class Service:
 
     async def _tell(self, progress: Progress) -> None:
         for asker in list(self._waiting):
-            if not await self._reply(
-                asker, progress
-            ):  # gone: it must not take a place, and a ticket when all is loaded
-                self._waiting.pop(asker, None)
+            if not await self._reply(asker, progress):
+                self._waiting.pop(asker, None)  # gone: it must take neither a place nor, in the end, a ticket
 
     async def _reply(self, asker: Asker, reply: Reply) -> bool:
         """False when the asker is gone."""

@@ -8,89 +8,52 @@ few numbers and launches.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from engram_client.errors import CudaCallFailed, Unsupported
+from engram_client.cuda.access import cuda_driver
+from engram_client.errors import Unsupported
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat
-from engram_client.lookup import driver, nvrtc
-from engram_client.lookup.shapes import FILL_BLOCKS, Kind, Memory, bucket_shift, exchange_shape, shape_for, sorts
+from engram_client.lookup import nvrtc
+from engram_client.lookup.packing import (
+    ARGS_BYTES,
+    BF16_ROW_BYTES,
+    HEAD,
+    IDS_WORD,
+    MAX_ITEMS,
+    MAX_PART_ROWS,
+    MAX_SHARDS,
+    MAX_TABLES,
+    OUT,
+    OUT_WORD,
+    SHARD,
+    SPREAD_BUCKETS,
+    TABLE,
+    TARGET_BYTES,
+    UNUSED,
+    Ids,
+    Out,
+    Parameters,
+    Source,
+    division_constants,
+)
+from engram_client.lookup.shapes import (
+    FILL_BLOCKS,
+    KERNELS,
+    SORT_FROM_IDS,
+    Kind,
+    Memory,
+    bucket_shift,
+    shape_for,
+    sorts,
+)
 
-MAX_TABLES = 4
-MAX_SHARDS = 64
-SPREAD_BUCKETS = 2 * 64
-MAX_ITEMS = 2**31 - 1
-MAX_PART_ROWS = 2**32 - 1
-BF16_ROW_BYTES = 2 * ROW_VALUES
-
-# The mirrors of struct ArgsFor up to its targets, of Output, Table and Shard.
-_HEAD = struct.Struct("<Qq8IQ10I")
-_OUT = struct.Struct("<QQ")
-_TABLE = struct.Struct("<QQqqqQQII")
-_SHARD = struct.Struct("<QQq")
-_UNUSED = (0, 0, 0)
-_TARGET_BYTES = _OUT.size + _TABLE.size
-_ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
 _PLANS_KEPT = 1024
 _ORDER_THREADS = 256
 _SCAN_THREADS = 1024
-
-
-class Part(NamedTuple):
-    """Rows `[start, stop)` of a table, at `address` as the GPU sees it, 16-byte aligned."""
-
-    address: int
-    start: int
-    stop: int
-
-    def planes(self, row_format: RowFormat) -> tuple[int, int]:
-        """Addresses of the first row's values and scales."""
-        values = (self.stop - self.start) * ROW_VALUES if row_format is RowFormat.PLANAR else ROW_VALUES
-        return self.address, self.address + values
-
-
-class Source(NamedTuple):
-    """One table as a launch reads it.
-
-    parts: what can be read, in row order; one part, or all shards for a peer read.
-    rows: rows of the whole table.
-    column_starts: device address of int64 `[columns + 1]`, the first row of each column of the ids and the
-    end of the last; 0 where ids are not hashed.
-    invalid: device address of three zeroed 64-bit words: count, one invalid id, its position.
-    """
-
-    parts: tuple[Part, ...]
-    rows: int
-    invalid: int
-    column_starts: int = 0
-
-
-class Ids(NamedTuple):
-    """Row ids in device memory: `[tables, tokens, columns]` with any strides, in bytes (below 2^32 for tokens
-    and columns)."""
-
-    address: int
-    id_bytes: int
-    tokens: int
-    columns: int
-    token_stride: int
-    column_stride: int
-    table_stride: int = 0
-
-
-class Out(NamedTuple):
-    """Where one table's rows go: `[tokens * columns]` rows, 16-byte aligned. `scales` for raw rows only."""
-
-    values: int
-    scales: int = 0
-
-
-def division_constants(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift) with which the kernels divide numbers below 2^31 by `divisor`."""
-    shift = (divisor - 1).bit_length()
-    return (((1 << shift) - divisor) << 32) // divisor + 1, shift
 
 
 class Kernels:
@@ -112,43 +75,16 @@ class Kernels:
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        with driver.primary_context(ordinal) as device:
-            major = driver.attribute(device, "COMPUTE_CAPABILITY_MAJOR")
-            minor = driver.attribute(device, "COMPUTE_CAPABILITY_MINOR")
-            self.multiprocessors = driver.attribute(device, "MULTIPROCESSOR_COUNT")
-            self.cubin = nvrtc.cubin(f"sm_{major}{minor}")
-            self._library = driver.call("cuLibraryLoadData", self.cubin.code, [], [], 0, [], [], 0)
-        self._functions: dict[str, Any] = {}
-        self._launch = driver.bindings().cuLaunchKernel
-
-    def function(self, name: str) -> Any:
-        """The CUfunction of kernel `name` in this GPU's primary context."""
-        if name not in self._functions:
-            with driver.primary_context(self.ordinal):
-                kernel = driver.call("cuLibraryGetKernel", self._library, name.encode())
-                self._functions[name] = driver.call("cuKernelGetFunction", kernel)
-        return self._functions[name]
-
-    def launch(self, function: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
-        """Launches on `stream` of the current context; `parameters` is the address of the parameter pointers."""
-        (code,) = self._launch(function, grid[0], grid[1], 1, threads, 1, 1, 0, stream, parameters, 0)
-        if code:
-            raise self.failure("cuLaunchKernel", code)
-
-    @staticmethod
-    def failure(name: str, code: Any) -> CudaCallFailed:
-        return driver.failure(driver.bindings(), name, code)
-
-
-class _Parameters:
-    """Args (and Shards) in memory of their own, with the array of pointers that a launch takes."""
-
-    def __init__(self, shards: bytes | None) -> None:
-        self.args = ctypes.create_string_buffer(_ARGS_BYTES)
-        self._shards = ctypes.create_string_buffer(shards, len(shards)) if shards else None
-        blocks = [self.args] if self._shards is None else [self.args, self._shards]
-        self._pointers = (ctypes.c_void_p * len(blocks))(*(ctypes.addressof(block) for block in blocks))
-        self.address = ctypes.addressof(self._pointers)
+        driver = self.driver = cuda_driver()
+        major, minor = (driver.attribute(ordinal, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        self.multiprocessors = driver.attribute(ordinal, "MULTIPROCESSOR_COUNT")
+        self.cubin = nvrtc.cubin(f"sm_{major}{minor}")
+        driver.retain_context(ordinal)  # never released: kernels stay loaded in it for the life of the process
+        with driver.context(ordinal):
+            library = driver.library_load(self.cubin.code)
+            # All of them now: loading one may wait for the GPU, which a stream that is being captured must not.
+            self.functions = {name: driver.library_kernel(library, name) for name in KERNELS}
+        self.launch = driver.launch
 
 
 class _Plan(NamedTuple):
@@ -161,13 +97,15 @@ class _Plan(NamedTuple):
     division: tuple[int, int]
     slots: int
     fill: Any
+    fill_grid: tuple[int, int]
 
 
 class Gather:
     """Looks ids up in `sources`, one launch for all of them.
 
     memory: where the tables are; it decides the launch shape. raw: outputs are values and scales as stored,
-    with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256].
+    with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256]. blocks: how many may read rows at
+    a time, 0 for as many as the work fills.
 
     Raises Unsupported for more tables, shards or rows than one launch takes.
     """
@@ -181,6 +119,7 @@ class Gather:
         *,
         raw: bool = False,
         out_strides: tuple[int, int] = (ROW_BYTES, ROW_BYTES),
+        blocks: int = 0,
     ) -> None:
         shards = [part for source in sources for part in source.parts]
         for what, count, limit in (("tables", len(sources), MAX_TABLES), ("shards", len(shards), MAX_SHARDS)):
@@ -189,9 +128,14 @@ class Gather:
                     feature=f"{count} {what} in one launch", reason=f"at most {limit}", remedy="look up fewer at once"
                 )
         self._kernels = kernels
+        self._blocks = blocks
         self.tables = len(sources)
         peer = any(len(source.parts) > 1 for source in sources)
         self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer)
+        self.sorts_from: float = math.inf
+        """The fewest ids a table that are put in order of address first."""
+        if sorts(self._kind, MAX_ITEMS):
+            self.sorts_from = -(-SORT_FROM_IDS // self.tables)
         row_span = max(part.stop - part.start for part in shards)
         if row_span > MAX_PART_ROWS:
             raise Unsupported(
@@ -205,17 +149,17 @@ class Gather:
         self._fixed = (self.tables, out_scale_stride, shift, self._buckets)
         self._plans: dict[tuple[int, int, bool], _Plan] = {}
         self._lock = threading.Lock()
-        packed = b"".join(_SHARD.pack(*part.planes(row_format), part.start) for part in shards)
-        self._parameters = _Parameters(packed.ljust(MAX_SHARDS * _SHARD.size, b"\0") if peer else None)
+        packed = b"".join(SHARD.pack(*part.planes(row_format), part.start) for part in shards)
+        self._parameters = Parameters(packed.ljust(MAX_SHARDS * SHARD.size, b"\0") if peer else None)
         self._pack_tables(sources, row_format)
 
     def _pack_tables(self, sources: Sequence[Source], row_format: RowFormat) -> None:
         shard = 0
         for index, source in enumerate(sources):
             first, last = source.parts[0], source.parts[-1]
-            _TABLE.pack_into(
+            TABLE.pack_into(
                 self._parameters.args,
-                _HEAD.size + index * _TARGET_BYTES + _OUT.size,
+                HEAD.size + index * TARGET_BYTES + OUT.size,
                 *first.planes(row_format),
                 first.start,
                 last.stop - first.start,
@@ -253,26 +197,38 @@ class Gather:
         if plan.items == 0:
             return
         with self._lock:
-            self._pack(plan, ids, outs, workspace)
-            if plan.slots:
-                self._order(plan, stream, workspace)
-            self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
-            if plan.slots:
-                grid = (self._kernels.multiprocessors * FILL_BLOCKS, 1)
-                self._kernels.launch(plan.fill, grid, _ORDER_THREADS, stream, self._parameters.address)
+            self._pack(self._parameters.args, plan, ids, outs, workspace)
+            self._run(plan, stream, workspace, self._parameters.address)
 
-    def _pack(self, plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int) -> None:
+    def for_layout(self, ids: Ids, *, ordered: bool) -> FixedGather:
+        """The same for one table and ids that always lie like `ids`, whose address does not count. Raises
+        Unsupported."""
+        plan = self._plan(ids.tokens, ids.columns, ordered)
+        parameters = self._parameters.copy()
+        self._pack(parameters.args, plan, ids, [Out(0)], 0)
+        return FixedGather(self, plan, parameters)
+
+    def _run(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:
+        kernels = self._kernels
+        if plan.slots:
+            self._order(plan, stream, workspace, parameters)
+        kernels.launch(plan.function, plan.grid, plan.threads, stream, parameters)
+        if plan.slots:
+            kernels.launch(plan.fill, plan.fill_grid, _ORDER_THREADS, stream, parameters)
+
+    def _pack(
+        self, arguments: ctypes.Array[ctypes.c_char], plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int
+    ) -> None:
         address, id_bytes, _, columns, token_stride, column_stride, table_stride = ids
-        arguments = self._parameters.args
         try:
-            _HEAD.pack_into(
+            HEAD.pack_into(
                 arguments,
                 0,
                 workspace,
                 table_stride,
                 *self._fixed,
                 plan.slots - 1 if plan.slots else 0,
-                *_UNUSED,
+                *UNUSED,
                 address,
                 token_stride,
                 column_stride,
@@ -288,56 +244,70 @@ class Gather:
                 reason="fewer than 2^32",
                 remedy="make the ids contiguous",
             ) from error
-        at = _HEAD.size
+        at = HEAD.size
         for out in outs:
-            _OUT.pack_into(arguments, at, *out)
-            at += _TARGET_BYTES
+            OUT.pack_into(arguments, at, *out)
+            at += TARGET_BYTES
 
     def _plan(self, tokens: int, columns: int, has_workspace: bool) -> _Plan:
         items = tokens * columns
         if items > MAX_ITEMS // self.tables:
             raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
         ordered = has_workspace and self.sorts(items)
-        shape = shape_for(self._kind, tokens, columns, self._kernels.multiprocessors, ordered=ordered)
+        shape = shape_for(
+            self._kind, tokens, columns, self._kernels.multiprocessors, ordered=ordered, blocks=self._blocks
+        )
         plan = _Plan(
             items,
-            self._kernels.function(shape.kernel) if items else None,
+            self._kernels.functions[shape.kernel],
             shape.grid,
             shape.threads,
             division_constants(max(columns, 1)),
             _slots(items * self.tables) if ordered else 0,
-            self._kernels.function(shape.then) if shape.then else None,
+            self._kernels.functions[shape.then] if shape.then else None,
+            (min(self._blocks or MAX_ITEMS, self._kernels.multiprocessors * FILL_BLOCKS), 1),
         )
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
         self._plans[tokens, columns, has_workspace] = plan
         return plan
 
-    def _order(self, plan: _Plan, stream: int, workspace: int) -> None:
+    def _order(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:
         """Leaves the ids in order of address in the workspace."""
-        kernels, parameters = self._kernels, self._parameters.address
-        driver.call("cuMemsetD32Async", workspace, 0, self._counters + plan.slots, stream)
+        kernels = self._kernels
+        kernels.driver.memset_words_async(workspace, 0, self._counters + plan.slots, stream)
         grid = (-(-plan.items // _ORDER_THREADS), self.tables)
-        kernels.launch(kernels.function("order_count"), grid, _ORDER_THREADS, stream, parameters)
-        kernels.launch(kernels.function("order_scan"), (1, 1), _SCAN_THREADS, stream, parameters)
-        kernels.launch(kernels.function("order_place"), grid, _ORDER_THREADS, stream, parameters)
+        kernels.launch(kernels.functions["order_count"], grid, _ORDER_THREADS, stream, parameters)
+        kernels.launch(kernels.functions["order_scan"], (1, 1), _SCAN_THREADS, stream, parameters)
+        kernels.launch(kernels.functions["order_place"], grid, _ORDER_THREADS, stream, parameters)
 
 
-def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows: int, out: int, stream: int) -> None:
-    """Dequantises what an all-gather of raw rows left at `raw_rows`, `[shards, tokens, columns / shards, 264]`,
-    to bfloat16 `[tokens, columns, 256]` at `out`. Raises CudaCallFailed."""
-    items = tokens * columns
-    if items == 0:
-        return
-    parameters = _Parameters(None)
-    strides = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES)
-    division = division_constants(columns)
-    fixed = (1, 0, 0, 0, 0, *_UNUSED)
-    _HEAD.pack_into(parameters.args, 0, 0, 0, *fixed, 0, 0, 0, items, columns, *division, *strides, 8)
-    _OUT.pack_into(parameters.args, _HEAD.size, out, 0)
-    _TABLE.pack_into(parameters.args, _HEAD.size + _OUT.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
-    shape = exchange_shape(items)
-    kernels.launch(kernels.function(shape.kernel), shape.grid, shape.threads, stream, parameters.address)
+class FixedGather:
+    """A gather of one table for ids of one layout: only addresses are left to be filled in."""
+
+    def __init__(self, gather: Gather, plan: _Plan, parameters: Parameters) -> None:
+        self._plan = plan
+        self._parameters = parameters
+        self._words = (ctypes.c_uint64 * (ARGS_BYTES // 8)).from_buffer(parameters.args)
+        self._run = gather._run
+        self._launch = gather._kernels.launch
+        self._lock = threading.Lock()
+
+    def __call__(self, ids: int, out: int, stream: int, workspace: int = 0) -> None:
+        """Addresses of the ids, of the bfloat16 rows, and of the workspace, if it was made to order. Raises
+        CudaCallFailed."""
+        plan = self._plan
+        if not plan.items:
+            return
+        with self._lock:
+            words = self._words
+            words[IDS_WORD] = ids
+            words[OUT_WORD] = out
+            if plan.slots:
+                words[0] = workspace
+                self._run(plan, stream, workspace, self._parameters.address)
+            else:
+                self._launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
 
 
 def _round4(count: int) -> int:

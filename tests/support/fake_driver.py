@@ -115,6 +115,34 @@ class FakeDriver(FakeVmm):
             raise fail("cuMemcpyDtoH", "INVALID_VALUE", "the source is not readable")
         ctypes.memmove(target, source, nbytes)
 
+    # Kernels
+
+    @driver_call("cuLibraryLoadData", context=True)
+    def library_load(self, code: bytes) -> int:
+        if code[:4] != b"\x7fELF":
+            raise fail("cuLibraryLoadData", "INVALID_IMAGE")
+        return self._number()
+
+    @driver_call("cuLibraryGetKernel", context=True)
+    def library_kernel(self, library: int, name: str) -> tuple[str, int]:
+        return name, self._stack[-1]
+
+    @driver_call("cuLaunchKernel")
+    def launch(
+        self, kernel: tuple[str, int], grid: tuple[int, int], threads: int, stream: int, parameters: int
+    ) -> None:
+        """Done when it returns: nothing here is asynchronous."""
+        from tests.support import fake_kernels  # brings numpy, which the daemon does without
+
+        name, ordinal = kernel
+        if min(grid) < 1 or grid[1] > 65_535 or not 0 < threads <= 1024:
+            raise fail("cuLaunchKernel", "INVALID_VALUE")
+        fake_kernels.run(name, parameters, lambda address, nbytes: self.gpu_may(address, nbytes, ordinal))
+
+    @driver_call("cuMemsetD32Async")
+    def memset_words_async(self, address: int, word: int, count: int, stream: int) -> None:
+        ctypes.memmove(address, word.to_bytes(4, "little") * count, 4 * count)
+
     # What a kernel does
 
     def gpu_may(self, address: int, nbytes: int, ordinal: int, write: bool = False) -> bool:

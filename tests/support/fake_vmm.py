@@ -157,6 +157,9 @@ class FakeVmm:
             "HANDLE_TYPE_FABRIC_SUPPORTED": int(self.settings.fabric != "no"),
             "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": int(self.settings.host_numa),
             "HOST_NUMA_ID": 0,
+            "COMPUTE_CAPABILITY_MAJOR": 9,
+            "COMPUTE_CAPABILITY_MINOR": 0,
+            "MULTIPROCESSOR_COUNT": 132,
             "READ_ONLY_HOST_REGISTER_SUPPORTED": 1,
             "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": int(self.settings.ats),
         }.get(name, 0)

@@ -194,6 +194,7 @@ def test_listed_users_and_members_of_listed_groups_get_in_and_others_do_not(
             [sys.executable, "-c", AS_ANOTHER, daemon.endpoint, groups], capture_output=True, text=True, timeout=60
         )
         assert asked.stdout.strip() == heard, asked.stderr
+        assert daemon.status().uptime_s > 0, "the daemon's own user is let in too"
     finally:
         assert daemon.stop() == 0
 

@@ -40,6 +40,7 @@ def crowded(backing_reason: str = "") -> StatusReply:
         device="𝄞" * 64,
         layers=tuple(range(1000, 1061)),
         age_s=1e6,
+        last_seen_s=1e6,
     )
     return StatusReply(
         state=State.READY,
@@ -56,6 +57,9 @@ def crowded(backing_reason: str = "") -> StatusReply:
         leases=(lease,) * LEASES,
         lease_count=LEASES,
         failure=None,
+        adopted=False,
+        outlook="",
+        check=None,
     )
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from engram_client import api, connect
 from engram_client.client import MappedClient
+from engram_client.lookup.pending import PendingRows
 from engram_client.table import MappedTable
 
-PAIRS = [(api.Client, MappedClient), (api.Table, MappedTable)]
+PAIRS = [(api.Client, MappedClient), (api.Table, MappedTable), (api.Pending, PendingRows)]
+REAL_NAMES = {"Table": MappedTable.__name__, "Pending": PendingRows.__name__}
 PROMISES = [
     (promise, real, name)
     for promise, real in PAIRS
@@ -37,11 +39,8 @@ def test_a_promised_member_exists_with_its_signature(promise: type, real: type, 
     if isinstance(promised, property):
         promised, actual = promised.fget, actual.fget
     assert parameters(actual) == parameters(promised)
-    assert inspect.signature(actual).return_annotation in (
-        inspect.signature(promised).return_annotation,
-        real.__name__,
-        "MappedTable" if name == "table" else real.__name__,
-    )
+    promised_type = inspect.signature(promised).return_annotation
+    assert inspect.signature(actual).return_annotation in (promised_type, REAL_NAMES.get(promised_type))
 
 
 def test_connect_has_the_promised_signature() -> None:

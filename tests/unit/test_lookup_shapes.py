@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_client.layout import ROW_VALUES, RowFormat
-from engram_client.lookup import kernels, nvrtc
-from engram_client.lookup.kernels import MAX_ITEMS, Part, division_constants
-from engram_client.lookup.shapes import MAX_BUCKETS_SHIFT, SORT_FROM_IDS, Kind, Memory, bucket_shift, shape_for, sorts
+from engram_client.lookup import nvrtc, packing
+from engram_client.lookup.packing import MAX_ITEMS, Part, division_constants
+from engram_client.lookup.shapes import (
+    MAX_BUCKETS_SHIFT,
+    PREFETCH_BLOCKS,
+    SORT_FROM_IDS,
+    Kind,
+    Memory,
+    bucket_shift,
+    shape_for,
+    sorts,
+)
 
 MULTIPROCESSORS = 132
 
@@ -41,6 +50,25 @@ def test_the_kernels_division_is_exact_around_multiples(divisor, factor):
 @given(st.integers(1, 2**42))
 def test_buckets_stay_below_what_one_block_scans(rows):
     assert rows >> bucket_shift(rows) < 2**MAX_BUCKETS_SHIFT
+
+
+@given(
+    st.sampled_from(list(Memory)),
+    st.sampled_from(list(RowFormat)),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2**20),
+    st.one_of(st.integers(1, 100), st.integers(1, 2**20)),
+)
+def test_a_launch_that_is_held_back_uses_no_more_blocks_and_walks_its_grid(
+    memory, row_format, tables, raw, peer, tokens, columns
+):
+    kind = Kind(memory, row_format, tables, raw=raw, peer=peer)
+    for ordered in (False, True):
+        shape = shape_for(kind, tokens, columns, MULTIPROCESSORS, ordered=ordered, blocks=PREFETCH_BLOCKS)
+        assert 0 < shape.grid[0] * shape.grid[1] <= PREFETCH_BLOCKS
+        assert shape.kernel != "gather_few_bf16"
 
 
 @given(
@@ -102,10 +130,10 @@ def test_the_structs_have_the_sizes_that_the_source_gives_them():
                 total += kind * (int(count[1]) if count else 1)
         return total
 
-    assert size("Table") == kernels._TABLE.size
-    assert size("Output") == kernels._OUT.size
-    assert size("Shard") == kernels._SHARD.size
+    assert size("Table") == packing.TABLE.size
+    assert size("Output") == packing.OUT.size
+    assert size("Shard") == packing.SHARD.size
     head = re.search(r"struct ArgsFor {(.*?)Target target", source, re.DOTALL)
     assert head
     source = f"struct Head {{{head[1]}\n}};"
-    assert size("Head") == kernels._HEAD.size
+    assert size("Head") == packing.HEAD.size
