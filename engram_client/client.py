@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self, cast
 import msgspec
 
 from engram_client.control import ControlConnection
+from engram_client.counters import Reporter
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
@@ -73,7 +74,8 @@ def connect(
         from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
 
         kernels = prepare(ordinal)
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    deadline = started + timeout
     request = Attach(
         rank=rank,
         world_size=world_size,
@@ -92,7 +94,8 @@ def connect(
     sockets = handover_path(endpoint, handover)
     with contextlib.ExitStack() as undo:
         lease = undo.enter_context(HandoverConnection.open(sockets, timeout))
-        attached = _attach(endpoint, lease, request, deadline, timeout, on_progress)
+        control = undo.enter_context(ControlConnection(endpoint, lease))
+        attached = _attach(control, lease, request, deadline, timeout, on_progress)
         descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
         mappings = _map(attached.tables, descriptors, ordinal, os.path.dirname(sockets))
         for mapping in mappings.values():
@@ -100,7 +103,9 @@ def connect(
         again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
         kept = Lease(lease, again)
         undo.callback(kept.close)
-        client = MappedClient(endpoint, rank, world_size, attached, kept, mappings, group, strict)
+        reporter = Reporter(*control.give_away(), lambda: kept.address, time.monotonic() - started)
+        undo.callback(reporter.close)
+        client = MappedClient(endpoint, rank, world_size, attached, kept, mappings, group, strict, reporter)
         if kernels is not None:
             undo.callback(client.close)
             client.open_on_gpu(kernels)
@@ -123,7 +128,8 @@ def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConn
     """A new lease. Its descriptors are not needed: the memory is mapped."""
     lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
     try:
-        attached = _attach(endpoint, lease, request, time.monotonic(), 0, None)
+        with ControlConnection(endpoint, lease) as control:
+            attached = _attach(control, lease, request, time.monotonic(), 0, None)
         for descriptor in lease.redeem(attached.ticket, REPLY_LEAST_S).values():
             os.close(descriptor)
     except BaseException:
@@ -138,22 +144,21 @@ def _printable(name: str) -> str:
 
 
 def _attach(
-    endpoint: str,
+    control: ControlConnection,
     lease: HandoverConnection,
     request: Attach,
     deadline: float,
     timeout: float,
     on_progress: Callable[[Progress], None] | None,
 ) -> Attached:
-    with ControlConnection(endpoint, lease) as control:
-        left = max(deadline - time.monotonic(), REPLY_LEAST_S)
-        for reply in control.request(request, left, "waiting for the tables"):
-            if isinstance(reply, Attached):
-                if reply.epoch != lease.epoch:
-                    raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
-                return reply
-            if isinstance(reply, Progress) and on_progress is not None:
-                on_progress(reply)
+    left = max(deadline - time.monotonic(), REPLY_LEAST_S)
+    for reply in control.request(request, left, "waiting for the tables"):
+        if isinstance(reply, Attached):
+            if reply.epoch != lease.epoch:
+                raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
+            return reply
+        if isinstance(reply, Progress) and on_progress is not None:
+            on_progress(reply)
     raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
@@ -187,6 +192,7 @@ class MappedClient:
         mappings: Mapping[str, CpuMapping | GpuMapping],
         group: ProcessGroup | None,
         strict: bool,
+        reporter: Reporter,
     ) -> None:
         self._endpoint = endpoint
         self._rank = rank
@@ -197,12 +203,14 @@ class MappedClient:
         self._mappings = mappings
         self._group = group
         self._strict = strict
+        self._reporter = reporter
         self._tables: dict[int, MappedTable] = {}
         self._gpu: GpuTables | None = None
         self._owner_pid = os.getpid()
         self._closed = False
         # A client that is dropped without close() gives its lease up all the same.
         weakref.finalize(self, lease.close)
+        weakref.finalize(self, reporter.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"layers {list(self._infos)}"
@@ -246,14 +254,17 @@ class MappedClient:
         from engram_client.table import MappedTable
 
         local: LocalRows
+        meter = self._reporter.meter(info.geometry.layer_id)
         if self._gpu is not None:
             local, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
         else:
             (part,) = info.segments
             view = cast("CpuMapping", self._mappings[part.id]).view
-            local, whole = SegmentRows(view, info.geometry, part.shard, part.row_format), part.rank is None
+            rows = SegmentRows(view, info.geometry, part.shard, part.row_format)
+            rows.on_wait = meter.waited
+            local, whole = rows, part.rank is None
         return MappedTable(
-            info, local, self._rank, self._world_size, self._group, self._strict, self.check_usable, whole=whole
+            info, local, self._rank, self._world_size, self._group, self._strict, self.check_usable, meter, whole=whole
         )
 
     def open_on_gpu(self, kernels: Kernels) -> None:
@@ -281,6 +292,9 @@ class MappedClient:
         if self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
             for index, table in enumerate(tables):
                 table.lookup(ids[:, index], out[index], hashed=hashed)
+        else:
+            for table in tables:
+                table.count(ids.numel() // len(tables))
         return out.transpose(0, 1)
 
     def check(self) -> None:
@@ -299,6 +313,7 @@ class MappedClient:
         self._closed = True  # first, so that no lookup starts while tables go
         for table in list(self._tables.values()):
             table.close()
+        self._reporter.close()
         if self._gpu is not None:
             self._gpu.close()
         for mapping in self._mappings.values():

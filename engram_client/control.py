@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import zmq
 
@@ -29,6 +29,12 @@ from engram_client.protocol import (
 )
 
 _SPARE_DESCRIPTORS = 16
+_R = TypeVar("_R", bound=Reply)
+
+_UNSENT = 8
+"""Messages kept for a daemon that is away: of an attached client's reports only the last one counts."""
+_RECONNECT_MAX_MS = 60_000
+"""A daemon that is gone is not knocked for ten times a second for ever."""
 LAST_WORDS_MS = 250
 """How long to listen for a Failed after the daemon has closed its other socket."""
 
@@ -45,11 +51,14 @@ class ControlConnection:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _UNSENT)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self._socket.connect(f"ipc://{ipc_path(endpoint)}")
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(handover.fileno(), zmq.POLLIN)
         self._last_id = 0
+        self._given_away = False
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +69,13 @@ class ControlConnection:
         self.close()
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        if not self._given_away:
+            self._context.destroy(linger=0)
+
+    def give_away(self) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+        """The context and the connected socket, which are the caller's from then on."""
+        self._given_away = True
+        return self._context, self._socket
 
     def request(self, message: Request, timeout: float, doing: str) -> Iterator[Reply]:
         """Sends `message` and yields its replies; the caller stops when it has the one it waited for.
@@ -130,10 +145,15 @@ def query_status(endpoint: str, *, timeout: float = 5.0, handover: str | None = 
 
 
 def ask_owner(
-    endpoint: str, request: Callable[[bytes], Request], *, timeout: float = 5.0, handover: str | None = None
-) -> None:
+    endpoint: str,
+    request: Callable[[bytes], Request],
+    *,
+    expected: type[_R] = Done,  # type: ignore[assignment]
+    timeout: float = 5.0,
+    handover: str | None = None,
+) -> _R:
     """Sends the request that `request(permit)` makes, for which the daemon's own user or root is needed, and
-    waits for Done.
+    waits for its reply.
 
     Raises NotPermitted, what the request itself raises, and what `query_status` raises.
     """
@@ -142,6 +162,6 @@ def ask_owner(
         permit = connection.authorize(max(timeout, REPLY_LEAST_S))
         with ControlConnection(endpoint, connection) as control:
             for reply in control.request(request(permit), max(timeout, REPLY_LEAST_S), doing):
-                if isinstance(reply, Done):
-                    return
+                if isinstance(reply, expected):
+                    return reply
     raise TransferCut(doing=doing)

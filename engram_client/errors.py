@@ -292,6 +292,12 @@ class SocketUnavailable(ResourceError):
     problem: str
 
 
+class MetricsUnavailable(ResourceError):
+    template = "cannot serve metrics on {listen}: {problem}; give metrics.listen a free port of this host, or null"
+    listen: str
+    problem: str
+
+
 # Checkpoint: exit code 4
 
 

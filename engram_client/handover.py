@@ -55,6 +55,8 @@ class HandoverConnection:
     def __init__(self, connected: socket.socket, epoch: str) -> None:
         self._socket = connected
         self.epoch = epoch
+        self.lease = 0
+        """The daemon's number for this connection, once descriptors have come over it."""
 
     @classmethod
     def open(cls, path: str, timeout: float) -> Self:
@@ -160,6 +162,7 @@ class HandoverConnection:
                 if not isinstance(message, Granted) or len(message.segments) != len(descriptors):
                     _close_all(descriptors)
                     raise MalformedMessage(problem="not as many descriptors as segments")
+                self.lease = message.lease
                 received.update(zip(message.segments, descriptors, strict=True))
                 if message.last:
                     return received

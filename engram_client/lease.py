@@ -55,6 +55,12 @@ class Lease:
         return self._connection.alive
 
     @property
+    def address(self) -> tuple[str, int]:
+        """The daemon's epoch and its number for this lease; others after the daemon was replaced."""
+        connection = self._connection
+        return connection.epoch, connection.lease
+
+    @property
     def stale(self) -> bool:
         """Whether the daemon that is there now serves other tables than this client has mapped."""
         return self._stale

@@ -5,7 +5,8 @@ map whose "type" names the message. Unknown fields, unknown types, wrong types a
 refused. `v` is read first, so that two versions tell each other what they are instead of failing to parse.
 
     control socket (ZeroMQ)         Status -> StatusReply;  Attach -> Progress* -> Attached;
-                                    Verify, Evict, Drain -> Done;  any -> Failed
+                                    Verify, Evict, Drain -> Done;  SetLogLevel -> LogLevelReply;
+                                    Report -> nothing;  any -> Failed
     handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors, then Beat*;
                                     Authorize -> Authorized;  any -> Failed
 
@@ -88,6 +89,16 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 """What a client says about itself: room for any file name, and a status reply of many leases still fits its limit."""
 
@@ -154,6 +165,18 @@ class SegmentStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     numa: str
 
 
+class LookupCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank has looked up since it attached. Replays of a CUDA graph are not seen, its capture is."""
+
+    rows: Count = 0
+    """Ids looked up, padding included."""
+    invalid_ids: Count = 0
+    prefetch_hits: Count = 0
+    """Prefetches whose rows were there when they were waited for."""
+    prefetch_late: Count = 0
+    """Prefetches that had to be waited for."""
+
+
 class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One attached client. `pid` is as the daemon's PID namespace sees it, 0 if it cannot."""
 
@@ -169,6 +192,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     age_s: float
     last_seen_s: float = 0.0
     """Seconds since its process last gave a sign of life: many times BEAT_INTERVAL_S mean that it hangs."""
+    lookups: LookupCounters = LookupCounters()
+    """As the client last reported them."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -237,6 +262,19 @@ class Status(_Message, frozen=True, tag="status"):
     """Asks for the daemon's state. Changes nothing."""
 
 
+class Report(_Message, frozen=True, tag="report"):
+    """An attached client's counters, at most once a second; totals, so that a lost one costs nothing.
+
+    The only request without a reply. One of another epoch or of a lease that has ended is passed over.
+    """
+
+    epoch: ShortText
+    lease: Count
+    lookups: LookupCounters
+    attach_s: Annotated[float, msgspec.Meta(ge=0)]
+    """How long connect() took, the wait for a load included."""
+
+
 Permit = Annotated[bytes, msgspec.Meta(max_length=64)]
 """From Authorize on the handover socket: the control socket cannot tell who is at its other end."""
 
@@ -260,6 +298,13 @@ class Drain(_Message, frozen=True, tag="drain"):
 
     permit: Permit
     free: bool = False
+
+
+class SetLogLevel(_Message, frozen=True, tag="set_log_level"):
+    """Asks what the daemon logs, and changes it where `level` is given."""
+
+    permit: Permit
+    level: LogLevel | None = None
 
 
 # Control socket, daemon to client
@@ -304,6 +349,11 @@ class StatusReply(_Message, frozen=True, tag="status_reply"):
 
 class Done(_Message, frozen=True, tag="done"):
     """What was asked for has been done, or has begun."""
+
+
+class LogLevelReply(_Message, frozen=True, tag="log_level_reply"):
+    level: LogLevel
+    previous: LogLevel
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -356,8 +406,8 @@ class Granted(_Message, frozen=True, tag="granted"):
     last: bool
 
 
-Request = Attach | Status | Verify | Evict | Drain
-Reply = Progress | Attached | StatusReply | Done | Failed
+Request = Attach | Status | Report | SetLogLevel | Verify | Evict | Drain
+Reply = Progress | Attached | StatusReply | LogLevelReply | Done | Failed
 HandoverRequest = Redeem | Beat | Authorize
 HandoverReply = Greeting | Granted | Authorized | Failed
 AnyMessage = Request | Reply | HandoverRequest | HandoverReply

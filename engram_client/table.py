@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram_client.api import RawRows
+from engram_client.counters import Meter
 from engram_client.errors import InvalidIds, OutInvalid
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_SCALES, ROW_VALUES
@@ -30,7 +31,7 @@ class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
     local: its rows on the device; whole: all of them are there. `check_usable` raises when the client behind it
-    is closed or forked.
+    is closed or forked. `meter` counts what is looked up.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class MappedTable:
         group: ProcessGroup | None,
         strict: bool,
         check_usable: Callable[[str], None],
+        meter: Meter,
         *,
         whole: bool,
     ) -> None:
         self._info = info
         self._strict = strict
         self._check_usable = check_usable
+        self._meter = meter
         self._returned = 0
         self._counting = threading.Lock()
         self._seen = 0
@@ -124,6 +127,7 @@ class MappedTable:
             if self._strict:
                 self._refuse_counted()
             if self._again(ids, out, hashed):
+                self.count(ids.numel())
                 return out
         if raw:
             return RawRows(*self.lookup_raw_now(ids, out, hashed=hashed, tokens=tokens, counts=counts))
@@ -164,7 +168,10 @@ class MappedTable:
         except ValueError:  # the segment is gone: closed by another thread since the look above?
             self._check_usable(self._name)
             raise
-        return self._settled(found)
+        try:
+            return self._settled(found)
+        finally:
+            self.count(ids.numel())
 
     def lookup_raw_now(
         self,
@@ -185,7 +192,10 @@ class MappedTable:
         values = stored_out(values, ids.shape, ROW_VALUES, self.local.device)
         scales = stored_out(scales, ids.shape, ROW_SCALES, self.local.device)
         invalid = self._lookup.lookup_stored(ids, values, scales, hashed=hashed, tokens=tokens, counts=counts)
-        self._settled(Found(values, invalid))
+        try:
+            self._settled(Found(values, invalid))
+        finally:
+            self.count(ids.numel())
         return values, scales
 
     def prefetch(
@@ -198,7 +208,10 @@ class MappedTable:
 
         def rows() -> Tensor:
             self._check_usable(self._name)
-            return self._settled(finish())
+            try:
+                return self._settled(finish())
+            finally:
+                self.count(ids.numel())
 
         return PendingRows(rows, self._name)
 
@@ -215,6 +228,10 @@ class MappedTable:
         if self.local.counts_itself and self.invalid_ids > self._seen and not runtime.capturing():
             self.check()
 
+    def count(self, ids: int) -> None:
+        """That many ids have been looked up."""
+        self._meter.looked_up(ids, lambda: self.invalid_ids)
+
     def _settled(self, found: Found) -> Tensor:
         invalid = found.invalid
         if invalid.count:
@@ -227,4 +244,5 @@ class MappedTable:
 
     def close(self) -> None:
         """Gives the mapped memory back; only the client calls it."""
+        self._meter.invalid_ids = self.invalid_ids
         self.local.close()

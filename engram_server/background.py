@@ -16,11 +16,17 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundCheck:
-    """One check at a time. `on_damage` hears of the damaged segments' ids."""
+    """One check at a time. `on_damage` hears of the damaged segments' ids, `on_end` whether all was well."""
 
-    def __init__(self, holding: Holding, on_damage: Callable[[set[str]], None]) -> None:
+    def __init__(
+        self,
+        holding: Holding,
+        on_damage: Callable[[set[str]], None],
+        on_end: Callable[[bool], None] = lambda well: None,
+    ) -> None:
         self._holding = holding
         self._on_damage = on_damage
+        self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
         self._started = 0.0
         self.status: CheckStatus | None = None
@@ -73,6 +79,7 @@ class BackgroundCheck:
             log.error("%s: %s", each.code, each)
         state = CheckState.DAMAGED if damage else CheckState.PASSED
         self._tell(state, checked.nbytes, checked.nbytes, damage=tuple(map(str, damage)))
+        self._on_end(not damage)
         if damage:
             self._on_damage({each.segment for each in damage if isinstance(each, DigestMismatch)})
         else:

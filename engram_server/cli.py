@@ -9,13 +9,13 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Sequence
 
 import uvloop
 
 from engram_client.errors import EXIT_OTHER, EngramError, TooFewDescriptors
 from engram_client.version import VERSION
+from engram_server import logs
 from engram_server.config import LoadedConfig, load_config
 from engram_server.fdstore import ServiceManager
 from engram_server.service import Service
@@ -35,7 +35,7 @@ when it finds none left at its start."""
 def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     options = _parse(arguments)
-    _log_to_stderr(options.log_level)
+    logs.set_up(options.log_level, options.log_format)
     manager = ServiceManager.from_environ(os.environ, os.getpid())
     try:
         loaded = load_config(options.config, options.engram_config, os.environ)
@@ -73,16 +73,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--engram-config", metavar="JSON", help="object that replaces the file's engram_config as a whole"
     )
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--log-format", choices=logs.FORMATS, default="text", help="default: %(default)s")
     parser.add_argument("--version", action="version", version=VERSION)
     return parser.parse_args(arguments)  # bad arguments end with 2, as any bad configuration does
-
-
-def _log_to_stderr(level: str) -> None:
-    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def _open_standard_streams() -> None:

@@ -99,7 +99,7 @@ class MetricsConfig(_Section, frozen=True):
     """Prometheus metrics and the status page."""
 
     listen: str | None = None
-    """`host:port` (an IPv6 address in brackets); null = off."""
+    """`host:port` (an IPv6 address in brackets; `:port` is loopback), such as `127.0.0.1:9400`; null = off."""
 
 
 class Config(_Section, frozen=True):

@@ -18,7 +18,7 @@ from engram_client.control import query_status
 from engram_client.errors import EXIT_OK, EXIT_OTHER, EngramError
 from engram_client.protocol import BEAT_INTERVAL_S, DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
-from engram_server import ctl_doctor, ctl_owner
+from engram_server import ctl_bench, ctl_doctor, ctl_logs, ctl_owner, ctl_top
 from engram_server.config import load_config
 
 DEFAULT_VOCAB = 20_000
@@ -59,7 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
 
-    for module in (ctl_doctor, ctl_owner):
+    for module in (ctl_doctor, ctl_top, ctl_bench, ctl_logs, ctl_owner):
         module.add_parser(commands)
 
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")

@@ -9,7 +9,7 @@ from typing import Any
 
 from engram_client.control import ask_owner, query_status
 from engram_client.errors import EXIT_CHECKPOINT, EXIT_OK, EXIT_OTHER, NoServer, ServerRefused, TransferCut
-from engram_client.protocol import DEFAULT_ENDPOINT, CheckState, CheckStatus, Drain, Evict, Verify
+from engram_client.protocol import DEFAULT_ENDPOINT, CheckState, CheckStatus, Done, Drain, Evict, Verify
 from engram_server.config import load_config
 
 POLL_S = 0.1
@@ -59,7 +59,9 @@ def _where(options: argparse.Namespace) -> tuple[str, str | None]:
 def _verify(options: argparse.Namespace) -> int:
     endpoint, handover = _where(options)
     if not options.show:
-        ask_owner(endpoint, lambda permit: Verify(permit=permit), timeout=options.timeout, handover=handover)
+        ask_owner(
+            endpoint, lambda permit: Verify(permit=permit), expected=Done, timeout=options.timeout, handover=handover
+        )
     while True:
         check = query_status(endpoint, timeout=options.timeout, handover=handover).check
         if check is None or options.show or check.state is not CheckState.RUNNING:
@@ -84,7 +86,13 @@ def _words(check: CheckStatus | None) -> str:
 def _evict(options: argparse.Namespace) -> int:
     endpoint, handover = _where(options)
     lease = options.lease
-    ask_owner(endpoint, lambda permit: Evict(permit=permit, lease=lease), timeout=options.timeout, handover=handover)
+    ask_owner(
+        endpoint,
+        lambda permit: Evict(permit=permit, lease=lease),
+        expected=Done,
+        timeout=options.timeout,
+        handover=handover,
+    )
     print(f"lease {lease} has ended")
     return EXIT_OK
 
@@ -92,7 +100,13 @@ def _evict(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     endpoint, handover = _where(options)
     free = options.free
-    ask_owner(endpoint, lambda permit: Drain(permit=permit, free=free), timeout=options.timeout, handover=handover)
+    ask_owner(
+        endpoint,
+        lambda permit: Drain(permit=permit, free=free),
+        expected=Done,
+        timeout=options.timeout,
+        handover=handover,
+    )
     while True:
         try:
             query_status(endpoint, timeout=0, handover=handover)

@@ -161,7 +161,7 @@ class Holding:
             wanted = {table.layer_id for table in plan.tables}
             sources = tuple(source for source in sources if source.geometry.layer_id in wanted)
         enter(State.LOADING)
-        job = make_job(plan, self._config, sources, os.cpu_count() or 1)
+        job = make_job(plan, self._config, sources, prepared.machine.cpus)
         result = await allocate_and_load(plan, self._tag, job, self.segments, on_progress)
         for segment in self.segments.values():
             segment.seal()

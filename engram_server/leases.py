@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engram_client.errors import TicketInvalid, UnknownLease
-from engram_client.protocol import LeaseStatus
+from engram_client.protocol import LeaseStatus, LookupCounters, Report
 from engram_server.tickets import Tickets
 
 
@@ -53,6 +53,8 @@ class Leases:
         """For what only the owner may ask on the control socket."""
         self._leases: dict[int, Lease] = {}
         self._seen: dict[int, float] = {}
+        self._lookups: dict[int, LookupCounters] = {}
+        self._ended = LookupCounters()
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -88,6 +90,25 @@ class Leases:
     def release(self, lease: Lease) -> None:
         self._leases.pop(lease.id, None)
         self._seen.pop(lease.id, None)
+        self._ended = _sum(self._ended, self._lookups.pop(lease.id, LookupCounters()))
+
+    def report(self, report: Report) -> bool:
+        """Takes a client's counters; False when they are not the first of its lease, or of no lease held."""
+        if report.lease not in self._leases:
+            return False
+        first = report.lease not in self._lookups
+        self._lookups[report.lease] = report.lookups
+        return first
+
+    @property
+    def lookups(self) -> LookupCounters:
+        """Totals of all clients, those that are gone included."""
+        return _sum(self._ended, *self._lookups.values())
+
+    @property
+    def granted(self) -> int:
+        """Leases given so far."""
+        return self._last_id
 
     def find(self, lease_id: int) -> Lease:
         """The lease of that number. Raises UnknownLease."""
@@ -110,6 +131,20 @@ class Leases:
                 layers=lease.grant.layers,
                 age_s=now - lease.since,
                 last_seen_s=now - self._seen[lease.id],
+                lookups=self._lookups.get(lease.id, LookupCounters()),
             )
             for lease in self._leases.values()
         )
+
+
+_MOST = (1 << 63) - 1
+
+
+def _sum(*counters: LookupCounters) -> LookupCounters:
+    """Capped at what a message can carry: a client may report anything."""
+    return LookupCounters(
+        rows=min(_MOST, sum(each.rows for each in counters)),
+        invalid_ids=min(_MOST, sum(each.invalid_ids for each in counters)),
+        prefetch_hits=min(_MOST, sum(each.prefetch_hits for each in counters)),
+        prefetch_late=min(_MOST, sum(each.prefetch_late for each in counters)),
+    )

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engram_client.errors import (
     EXIT_OK,
@@ -35,8 +35,10 @@ from engram_client.protocol import (
     LoadProgress,
     Progress,
     Reply,
+    Report,
     Request,
     SegmentStatus,
+    SetLogLevel,
     State,
     Status,
     StatusReply,
@@ -44,7 +46,7 @@ from engram_client.protocol import (
     endpoint_tag,
 )
 from engram_client.version import VERSION
-from engram_server import attach, state
+from engram_server import attach, logs, state
 from engram_server.background import BackgroundCheck
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
@@ -55,6 +57,11 @@ from engram_server.keep import Keeper
 from engram_server.leases import Leases
 from engram_server.progress import ProgressDisplay
 from engram_server.sockets import EndpointLock, listen_for_handover
+from engram_server.tally import Tally
+
+if TYPE_CHECKING:
+    from engram_server.httpd import StatusServer
+    from engram_server.metrics import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +87,17 @@ class Service:
         self._waiting: dict[Asker, Attach] = {}
         self._keeper = Keeper(self._config, self._tag, self._manager)
         self._holding = Holding(self._config, self._tag, self._epoch, self._keeper)
-        self._check = BackgroundCheck(self._holding, self._on_damage)
+        self._tally = Tally()
+        self._http: StatusServer | None = None
+        self._check = BackgroundCheck(self._holding, self._on_damage, self._tally.count_verified)
         self._handlers: dict[type[Request], Callable[[Asker, Any], Reply | None]] = {
             Attach: self._on_attach,
             Status: lambda asker, request: self._status(),
             Verify: lambda asker, request: self._on_verify(),
             Evict: lambda asker, request: self._on_evict(request),
             Drain: lambda asker, request: self._on_drain(request),
+            Report: lambda asker, request: self._on_report(request),
+            SetLogLevel: lambda asker, request: logs.set_level(request.level),
         }
         self._progress: LoadProgress | None = None
         self._failure: EngramError | None = None
@@ -116,6 +127,7 @@ class Service:
                 lambda name: self._holding.segments[name].readable_fd,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
+            self._http = self._listen_for_http()
             if await self._until_stopped(self._bring_up()):
                 await self._serve()
             await self._drain()
@@ -164,6 +176,8 @@ class Service:
             await self._holding.obtain(self._enter, report)
         log.info("%s", self._keeper.outlook)
         self._enter(State.READY)
+        if not self._holding.adopted and self._config.load.verify != "off":
+            self._tally.count_verified(ok=True)  # a load that finds a difference ends the daemon
         if self._holding.adopted and self._config.load.verify != "off":
             self._check.start(full=False)
         for asker, request in self._take_waiting():
@@ -184,6 +198,18 @@ class Service:
                 raise InternalError(doing="serving the control socket", problem=repr(control))
         finally:
             stopping.cancel()
+
+    def _listen_for_http(self) -> StatusServer | None:
+        if self._config.metrics.listen is None:
+            return None
+        from engram_server.httpd import StatusServer  # 150 ms of imports, only where they are wanted
+
+        return StatusServer(self._config.metrics.listen, asyncio.get_running_loop(), self._snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        from engram_server.metrics import Snapshot
+
+        return Snapshot.of(self._status(), self._leases.lookups, self._leases.granted, self._tally)
 
     def _handle(self, asker: Asker, request: Request) -> Reply | None:
         """Checks state.RULES, then does what is asked. Raises NotAllowedNow, NotPermitted and the request's own."""
@@ -206,6 +232,10 @@ class Service:
         if self._state in state.RULES[Attach].waits and request.wait:
             return self._wait(asker, request)
         return self._answer_attach(request)
+
+    def _on_report(self, report: Report) -> None:
+        if report.epoch == self._epoch and self._leases.report(report):
+            self._tally.attach_s.observe(report.attach_s)
 
     def _on_verify(self) -> Reply:
         self._check.start()
@@ -247,6 +277,7 @@ class Service:
                 self._holding.damaged,
             )
         except EngramError as error:
+            self._tally.refused[error.code] += 1
             return Failed.of(error)
 
     def _status(self) -> StatusReply:
@@ -324,6 +355,8 @@ class Service:
         return LoadFailed(cause_code=failure.code if failure else "", cause=str(failure))
 
     async def _tear_down(self) -> None:
+        if self._http is not None:
+            await asyncio.to_thread(self._http.close)
         await self._check.stop()
         if self._control is not None:
             await self._control.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from engram_client.protocol import Attach, Drain, Evict, Request, State, Status, Verify
+from engram_client.protocol import Attach, Drain, Evict, Report, Request, SetLogLevel, State, Status, Verify
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     # straight to READY where everything was taken over from an earlier daemon
@@ -41,9 +41,11 @@ _SERVING = frozenset({State.READY, State.DEGRADED})
 RULES: dict[type[Request], Rule] = {
     Attach: Rule(Role.PEER, _SERVING, frozenset({State.STARTING, State.LOADING})),
     Status: Rule(Role.PEER, frozenset(State)),
+    Report: Rule(Role.PEER, frozenset(State)),
     Verify: Rule(Role.OWNER, _SERVING),
     Evict: Rule(Role.OWNER, _SERVING | {State.DRAINING}),
     Drain: Rule(Role.OWNER, frozenset(State)),
+    SetLogLevel: Rule(Role.OWNER, frozenset(State)),
 }
 
 

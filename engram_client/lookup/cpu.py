@@ -57,6 +57,9 @@ class SegmentRows:
         self.row_format = row_format
         self._starts = np.array(geometry.column_starts, np.int64)
         self._under_way: set[Future[Found]] = set()
+        self.on_wait: Callable[[bool], None] = lambda was_ready: None
+        """Hears, when a lookup that was begun is waited for, whether it was over. (A GPU's stream does the
+        waiting itself, and tells nobody.)"""
 
     def close(self) -> None:
         """Gives the buffer back, so that its owner can unmap it, when the lookups that were begun are over.
@@ -146,7 +149,12 @@ class SegmentRows:
         self._under_way = {one for one in self._under_way if not one.done()}
         started = pool.submit(how, ids, hashed=hashed, columns=columns, count=count)
         self._under_way.add(started)
-        return started.result
+
+        def finish() -> Found:
+            self.on_wait(started.done())
+            return started.result()
+
+        return finish
 
     def _look(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engram_client.counters import Meter
 from engram_client.identity import TableIdentity
 from engram_client.layout import RowFormat, TableGeometry, whole
 from engram_client.lookup.counters import Counters
@@ -86,7 +87,8 @@ def run() -> dict[str, float]:
     local = GpuRows(kernels, parts, geometry, whole(geometry), RowFormat.PACKED, Memory.HOST, counters, 0, side)
     info = TableInfo(geometry=geometry, identity=TableIdentity.of(geometry, None), segments=())
     tables = {
-        strict: MappedTable(info, local, 0, 1, None, strict, lambda what: None, whole=True) for strict in (False, True)
+        strict: MappedTable(info, local, 0, 1, None, strict, lambda what: None, Meter(lambda: None), whole=True)
+        for strict in (False, True)
     }
     ids = torch.zeros(16, 24, dtype=torch.int64)
     out = torch.empty(16, 24, 256, dtype=torch.bfloat16)

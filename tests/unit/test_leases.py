@@ -7,7 +7,16 @@ from typing import get_args
 import pytest
 
 from engram_client.errors import TicketInvalid, TooManyClients, UnknownLease
-from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, Attach, Request, State, Status
+from engram_client.protocol import (
+    TICKET_BYTES,
+    TICKET_LIFETIME_S,
+    Attach,
+    LookupCounters,
+    Report,
+    Request,
+    State,
+    Status,
+)
 from engram_server import state
 from engram_server.leases import Grant, Leases, Peer
 from engram_server.tickets import MAX_TICKETS
@@ -93,7 +102,7 @@ def test_every_state_can_end_and_every_request_has_states_that_answer_it() -> No
 
 
 def test_only_looking_and_attaching_are_for_everybody() -> None:
-    assert {kind for kind, rule in state.RULES.items() if rule.role is state.Role.PEER} == {Attach, Status}
+    assert {kind for kind, rule in state.RULES.items() if rule.role is state.Role.PEER} == {Attach, Report, Status}
     for kind, rule in state.RULES.items():
         assert ("permit" in kind.__struct_fields__) == (rule.role is state.Role.OWNER)
 
@@ -115,3 +124,34 @@ def test_the_last_sign_of_life_is_counted_from_when_it_came() -> None:
     leases.seen(lease)
     clock.now += 3
     assert [(shown.age_s, shown.last_seen_s) for shown in leases.snapshot()] == [(7, 3)]
+
+
+def report(lease: int, **counts: int) -> Report:
+    return Report(epoch="e", lease=lease, lookups=LookupCounters(**counts), attach_s=0.1)
+
+
+def test_reports_are_totals_and_outlive_their_lease() -> None:
+    leases = Leases(Clock())
+    first, second = (leases.redeem(leases.issue(GRANT), PEER) for _ in range(2))
+    assert leases.report(report(first.id, rows=10)), "the first of a lease"
+    assert not leases.report(report(first.id, rows=30, invalid_ids=1))
+    leases.report(report(second.id, rows=5))
+    assert leases.lookups == LookupCounters(rows=35, invalid_ids=1)
+    assert {lease.id: lease.lookups.rows for lease in leases.snapshot()} == {first.id: 30, second.id: 5}
+    leases.release(first)
+    assert leases.lookups == LookupCounters(rows=35, invalid_ids=1)
+    assert leases.granted == 2
+
+
+def test_a_report_of_no_lease_is_passed_over() -> None:
+    leases = Leases(Clock())
+    assert not leases.report(report(9, rows=10))
+    assert leases.lookups == LookupCounters()
+
+
+def test_totals_stay_in_the_range_of_a_message() -> None:
+    leases = Leases(Clock())
+    most = (1 << 63) - 1
+    for _ in range(2):
+        leases.report(report(leases.redeem(leases.issue(GRANT), PEER).id, rows=most))
+    assert leases.lookups.rows == most

@@ -36,8 +36,11 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type, from the type alone, so that a new field is tested without a new line here."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        pattern = arguments[1].pattern
-        return st.from_regex(pattern) if pattern else values_of(arguments[0])
+        limits = arguments[1]
+        if limits.ge is not None:
+            numbers = {int: lambda: st.integers(limits.ge, limits.le), float: lambda: st.floats(limits.ge, limits.le)}
+            return numbers[arguments[0]]()
+        return st.from_regex(limits.pattern) if limits.pattern else values_of(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values_of, arguments))
     if origin is tuple and arguments[-1] is Ellipsis:

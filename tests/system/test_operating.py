@@ -1,0 +1,228 @@
+"""A real daemon under observation: metrics, status page, counters of clients, log levels, top and bench."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+import engram_client
+from engram_client.protocol import LogLevel
+from tests.support.daemon import Daemon, running, wait_until
+
+REPOSITORY = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER_DEMANDED = "ENGRAM_REQUIRE_BROWSER"
+"""Set where a browser has been installed for this: then its lack is a failure and no skip."""
+
+
+@pytest.fixture
+def watched(folder: Path, checkpoint: Path) -> Iterator[Daemon]:
+    config = {
+        "model_path": str(checkpoint),
+        "engram_config": {"placement": "cpu", "replication": "per_node"},
+        "metrics": {"listen": "127.0.0.1:0"},
+    }
+    with running(folder, config, arguments=("--log-format", "json")) as daemon:
+        yield daemon
+
+
+def url(daemon: Daemon) -> str:
+    (found,) = re.findall(r"metrics and status page: (http://[0-9.:]+)", daemon.log)
+    return str(found)
+
+
+def metric(daemon: Daemon, name: str, **labels: str) -> float:
+    with urllib.request.urlopen(f"{url(daemon)}/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def ctl(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "engram_server.ctl", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_clients_counters_reach_the_metrics_and_stay_when_it_has_gone(watched: Daemon) -> None:
+    with engram_client.connect(watched.endpoint, rank=0, world_size=1, name="counted") as client:
+        table = client.table(1)
+        wait_until(lambda: metric(watched, "engram_attach_seconds_count") == 1, "the first report")
+        table.lookup(torch.tensor([0, 1, -1, table.rows]))
+        assert metric(watched, "engram_leases") == 1
+    wait_until(lambda: metric(watched, "engram_leases") == 0, "the lease ends")
+    assert metric(watched, "engram_lookup_rows_total") == 4, "the last report leaves at close"
+    assert metric(watched, "engram_lookup_invalid_ids_total") == 1
+    assert metric(watched, "engram_state", state="ready") == 1
+    assert metric(watched, "engram_segment_bytes", backing="memfd") == watched.status().segments[0].info.nbytes + (
+        watched.status().segments[1].info.nbytes
+    )
+    assert metric(watched, "engram_verifications_total", result="ok") == 1
+
+
+def test_counters_are_reported_while_a_client_works(watched: Daemon) -> None:
+    with engram_client.connect(watched.endpoint, rank=0, world_size=1) as client:
+        ids = torch.tensor([0, 1, 2])
+
+        def seen() -> bool:
+            client.table(1).lookup(ids)
+            return watched.status().leases[0].lookups.rows > 0
+
+        wait_until(seen, "rows of a client that goes on")
+
+
+def test_a_refusal_is_counted_by_its_error(watched: Daemon) -> None:
+    with pytest.raises(engram_client.errors.UnknownLayer):
+        engram_client.connect(watched.endpoint, rank=0, world_size=1, layers=[99])
+    assert metric(watched, "engram_refused_total", code="UnknownLayer") == 1
+
+
+def test_a_client_survives_a_daemon_that_has_gone_and_still_closes(watched: Daemon) -> None:
+    client = engram_client.connect(watched.endpoint, rank=0, world_size=1)
+    watched.kill()
+    for _ in range(3):
+        client.table(1).lookup(torch.tensor([1]))
+    client.close()
+
+
+def test_a_daemon_without_metrics_imports_nothing_for_them() -> None:
+    code = "import sys, engram_server.cli; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {"prometheus_client", "http", "wsgiref", "socketserver", "rich", "pynvml"}
+
+
+def test_every_line_of_a_json_log_is_an_object_with_an_event(watched: Daemon) -> None:
+    lines = [json.loads(line) for line in watched.log.splitlines()]
+    assert {"time", "level", "logger", "event", "message"} <= lines[0].keys()
+    assert any(line["message"].startswith("ready: ") for line in lines)
+
+
+def test_the_log_level_changes_while_the_daemon_runs(watched: Daemon) -> None:
+    asked = json.loads(ctl("logs-level", "--endpoint", watched.endpoint, "--json"))
+    assert asked == {"type": "log_level_reply", "level": "info", "previous": "info"}
+    assert "debug, was info" in ctl("logs-level", "debug", "--endpoint", watched.endpoint)
+    assert json.loads(ctl("logs-level", "--config", str(watched.config_path), "--json"))["level"] == LogLevel.DEBUG
+
+
+def test_top_shows_clients_and_their_rates(watched: Daemon) -> None:
+    with engram_client.connect(watched.endpoint, rank=0, world_size=1, name="engine-7") as client:
+        client.table(1)
+        shown = ctl("top", "--endpoint", watched.endpoint, "--count", "2", "--every", "0.05")
+        looks = ctl("top", "--endpoint", watched.endpoint, "--count", "2", "--every", "0.05", "--json")
+    assert "engine-7" in shown
+    assert "ready" in shown
+    samples = [json.loads(line) for line in looks.splitlines()]
+    assert len(samples) == 2
+    assert samples[0]["status"]["leases"][0]["name"] == "engine-7"
+    assert list(samples[1]["rows_per_second"].values()) == [0.0]
+
+
+def test_bench_measures_both_ways_to_look_up_and_writes_csv_and_plot(watched: Daemon, folder: Path) -> None:
+    table, plot = folder / "b.csv", folder / "b.svg"
+    arguments = ["--tokens", "1", "8", "--repetitions", "2", "--csv", str(table), "--plot", str(plot), "--json"]
+    found = json.loads(ctl("bench", "--endpoint", watched.endpoint, *arguments))["measurements"]
+    assert {(each["layer"], each["ids"], each["tokens"]) for each in found} == {
+        (layer, ids, tokens) for layer in (1, 14) for ids in ("any", "hashed") for tokens in (1, 8)
+    }
+    assert all(0 < each["best_us"] <= each["median_us"] <= each["worst_us"] for each in found)
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(found)
+    assert rows[0]["rows"] == "24"
+    assert "<svg" in plot.read_text()
+
+
+def test_bench_brings_a_group_of_ranks_to_split_tables(folder: Path, checkpoint: Path) -> None:
+    with running(folder, {"model_path": str(checkpoint), "tp_size": 2}) as daemon:
+        arguments = ["--tokens", "4", "--repetitions", "1", "--json"]
+        found = json.loads(ctl("bench", "--endpoint", daemon.endpoint, *arguments))["measurements"]
+    assert {(each["ranks"], each["lookup"]) for each in found} == {(2, "collective")}
+
+
+REFUSE_EXEC_GAIN = """
+import ctypes, os, sys
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3: what MemoryDenyWriteExecute= stands for
+    sys.exit(77)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_the_daemon_needs_no_memory_that_is_writable_and_executable(folder: Path, checkpoint: Path) -> None:
+    probe = subprocess.run([sys.executable, "-c", REFUSE_EXEC_GAIN, "/bin/true"], check=False)
+    if probe.returncode == 77:
+        pytest.skip("this kernel cannot refuse it")
+    config = {"model_path": str(checkpoint), "metrics": {"listen": "127.0.0.1:0"}}
+    with running(folder, config, wrapper=(sys.executable, "-c", REFUSE_EXEC_GAIN)) as daemon:
+        assert metric(daemon, "engram_state", state="ready") == 1
+
+
+# The page in a browser
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None or shutil.which("chromedriver") is None:
+        assert BROWSER_DEMANDED not in os.environ, "a browser was demanded and is not installed"
+        pytest.skip("no chromium with chromedriver here; CI installs them")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def test_the_page_shows_the_daemon_and_follows_it_by_itself(watched: Daemon, browser: Any) -> None:
+    def text() -> str:
+        return str(browser.execute_script("return document.body.innerText"))
+
+    name = "<b>engine</b>"
+    browser.get(url(watched))
+    wait_until(lambda: "ready" in text(), "the first refresh")
+    assert "memfd" in text()
+    assert watched.status().tables[0].identity.root in text()
+    with engram_client.connect(watched.endpoint, rank=0, world_size=1, name=name) as client:
+        wait_until(lambda: name in text(), "a new client, and its name as it is, not as markup")
+        rows = 0
+
+        def counted() -> bool:
+            nonlocal rows
+            client.table(1).lookup(torch.zeros(1000, dtype=torch.int64))
+            rows += 1000
+            return re.search(r"[1-9][\d,]*,000\s", text()) is not None
+
+        wait_until(counted, "its lookups")
+    wait_until(lambda: name not in text(), "it goes")
+    watched.stop()
+    wait_until(lambda: "does not answer" in text(), "the daemon goes")
+    errors = [entry["message"] for entry in browser.get_log("browser") if "status.json" not in entry["message"]]
+    assert not [message for message in errors if "favicon" not in message]
