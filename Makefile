@@ -40,6 +40,8 @@ test-gpu: .venv/installed
 
 bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.gather_gpu
+	$(BIN)/python -m tests.bench.client_gpu
+	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
 
 clean:
 	rm -rf .venv build *.egg-info engram_client/_native*.so

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, overload
 
 from engram_client.identity import TableIdentity
 from engram_client.protocol import Progress, ResolvedOptions
@@ -19,6 +19,25 @@ if TYPE_CHECKING:
 
 Tokens = Literal["same", "own"]
 """Whose tokens the ids are: every rank passes equal ids, or each rank passes its own."""
+
+
+class RawRows(NamedTuple):
+    """Rows as stored: FP8 (E4M3) codes, uint8 `[..., 256]`, and their E8M0 scales, uint8 `[..., 8]`."""
+
+    values: Tensor
+    scales: Tensor
+
+
+class Pending(Protocol):
+    """A lookup under way; from `table.prefetch(ids)`."""
+
+    def wait(self) -> Tensor:
+        """The rows, bfloat16 `[*ids.shape, 256]`; a second call gives the same.
+
+        On a GPU the current stream waits, not the caller. Exchanges between ranks run here, so where lookups
+        are collective this is too. Raises as `lookup` does.
+        """
+        ...
 
 
 class Table(Protocol):
@@ -43,6 +62,7 @@ class Table(Protocol):
         """How many ids this table has counted as invalid since it was attached."""
         ...
 
+    @overload
     def lookup(
         self,
         ids: Tensor,
@@ -51,14 +71,41 @@ class Table(Protocol):
         hashed: bool = False,
         tokens: Tokens = "same",
         counts: Sequence[int] | None = None,
-    ) -> Tensor:
+        raw: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def lookup(
+        self,
+        ids: Tensor,
+        out: RawRows | tuple[Tensor, Tensor] | None = None,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+        raw: Literal[True],
+    ) -> RawRows: ...
+
+    def lookup(
+        self,
+        ids: Tensor,
+        out: Tensor | RawRows | tuple[Tensor, Tensor] | None = None,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+        raw: bool = False,
+    ) -> Tensor | RawRows:
         """Rows of `ids`, dequantised: bfloat16 `[*ids.shape, 256]`, in `out` when given.
 
         ids: int32 or int64, any shape, on the client's device. Negative ids are padding and give zero rows.
-        Ids past the end give zero rows and are counted; a strict client raises. hashed=True: ids are
+        Ids past the end give zero rows and are counted; a strict client raises, on a GPU at the next eager
+        lookup or `check()` after a kernel found them, and never in a capture. hashed=True: ids are
         `[..., 24]` as the hasher makes them, so that column paths may be used, and an id outside its
         column's range is invalid (0 in any column is not counted: idle batches send it).
-        out: contiguous bfloat16 of that shape on that device; nothing is allocated then.
+        out: contiguous bfloat16 of that shape on that device; nothing is allocated then (but by an exchange
+        between ranks, and on a GPU by the first larger batch of a host table).
+        raw: rows as stored, in `out` (values and scales, contiguous uint8) when given.
         tokens, counts: with replication none, whose tokens these are (`Tokens`); counts is the number of
         tokens (rows of ids' first dimension) of every rank, exchanged when not given.
 
@@ -67,6 +114,23 @@ class Table(Protocol):
 
         Raises IdsDtypeInvalid, IdsDeviceInvalid, IdsShapeInvalid, OutInvalid, CountsInvalid, InvalidIds
         (strict), ClientClosed or ForkedClient.
+        """
+        ...
+
+    def prefetch(
+        self,
+        ids: Tensor,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+    ) -> Pending:
+        """Starts a lookup beside the caller's work: on a GPU on the client's side stream and on few
+        multiprocessors, on the CPU in a thread. `ids` must not change before `wait()`.
+
+        On a GPU the rows lie in a buffer of this table, at the same address each time, until its next prefetch.
+        Both calls can be captured in a CUDA graph, in the same one; prefetch as many ids eagerly before, so
+        that the buffer is not the graph's. Raises as `lookup` does.
         """
         ...
 
@@ -90,15 +154,40 @@ class Client(Protocol):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the daemon that gave the lease still lives. The tables stay readable when it does not."""
+        """Whether a daemon holds this client's lease. The tables stay readable when none does; the client takes
+        a new lease by itself when a daemon serves the same tables again."""
+        ...
+
+    @property
+    def stale(self) -> bool:
+        """Whether the daemon that is there now serves other tables (or another split) than those mapped here,
+        which stay readable and unchanged. Connect again for the new ones."""
         ...
 
     def table(self, layer_id: int) -> Table:
         """The table that backbone layer `layer_id` reads. Raises UnknownLayer or ClientClosed."""
         ...
 
+    def lookup_all(self, ids: Tensor, *, hashed: bool = False) -> Tensor:
+        """Rows of all layers at once: ids `[tokens, layers, columns]`, in the order of `layers`, to bfloat16
+        `[tokens, layers, columns, 256]`, of which each layer's part is contiguous. One launch on a GPU that has
+        the whole tables; else as `lookup` by table. Raises as `lookup` does."""
+        ...
+
+    def check(self) -> None:
+        """Raises InvalidIds when a table counted ids as invalid since the last InvalidIds of this client.
+
+        Waits for nothing: what kernels that are still under way find, a later call tells. On a GPU the id and
+        the position are those of the first ever counted.
+        """
+        ...
+
     def close(self) -> None:
-        """Unmaps the tables and ends the lease. Closing twice is harmless."""
+        """Waits for kernels that read the tables. Unmaps the tables and ends the lease. Closing twice is harmless.
+
+        Raises BufferError while another thread looks rows up: no lookup starts any more, and the tables are
+        unmapped by calling it again when the running ones have ended.
+        """
         ...
 
     def __enter__(self) -> Self: ...
@@ -130,7 +219,7 @@ class Connect(Protocol):
         """Attaches to the daemon at `endpoint` and maps its tables.
 
         rank, world_size: this process's place in its tensor-parallel group; they select shards.
-        device: "cpu", where lookups run on the CPU.
+        device: "cpu", or "cuda:N", where lookups run on GPU N and tables of the host's memory are read in place.
         group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size.
         timeout: seconds to wait for the socket and for the tables; 0 fails at once.
         layers: backbone layer ids to map; None = all.
@@ -142,6 +231,8 @@ class Connect(Protocol):
 
         Raises NoServer, ServerRefused, AccessDenied, ProtocolMismatch, ConnectTimeout, TransferCut,
         LoadFailed, ServerDraining, IdentityMismatch, TpSizeMismatch, RankInvalid, UnknownLayer,
-        TooManyClients, MapFailed or GroupInvalid.
+        TooManyClients, TooFewDescriptors, MapFailed, DeviceUnsupported or GroupInvalid; on a GPU also NoDriver,
+        CudaUnavailable, GpuNotFound, KernelCompileFailed, RegistrationFailed, AddressesScattered, PeerAccessMissing,
+        CudaCallFailed or Unsupported. A GPU that fails here stays usable for other work.
         """
         ...

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
+
+import msgspec
 
 from engram_client.control import ControlConnection
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
-    DeviceUnsupported,
     ForkedClient,
+    IdsShapeInvalid,
     RankInvalid,
     TransferCut,
     UnknownLayer,
 )
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection
 from engram_client.identity import TableIdentity
-from engram_client.mapping.segments import CpuMapping, map_for_cpu
+from engram_client.layout import ROW_VALUES
+from engram_client.lease import Lease
+from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, map_for_cpu, map_for_gpu
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
     Attach,
@@ -34,11 +40,13 @@ from engram_client.protocol import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from engram_client.gpu import GpuTables
+    from engram_client.lookup.collective import LocalRows
+    from engram_client.lookup.kernels import Kernels
     from engram_client.table import MappedTable
-
-_open_clients: weakref.WeakSet[MappedClient] = weakref.WeakSet()
 
 
 def connect(
@@ -59,28 +67,74 @@ def connect(
     """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
     if not 0 <= rank < world_size:
         raise RankInvalid(rank=rank, world_size=world_size)
-    if device != "cpu":
-        raise DeviceUnsupported(device=device)
+    ordinal = gpu_ordinal(device)
+    kernels = None
+    if ordinal is not None:
+        from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
+
+        kernels = prepare(ordinal)
     deadline = time.monotonic() + timeout
     request = Attach(
         rank=rank,
         world_size=world_size,
         device=device,
-        name=name or os.path.basename(sys.argv[0] or sys.executable),
+        name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
         layers=None if layers is None else tuple(layers),
-        identity=tuple(d for d in (identity or {}).values() if isinstance(d, TableIdentity)),
+        # The key says whose identity is demanded; another table's identity under it is a demand that fails.
+        identity=tuple(
+            msgspec.structs.replace(demand, layer_id=layer)
+            for layer, demand in (identity or {}).items()
+            if isinstance(demand, TableIdentity)
+        ),
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
-    lease = HandoverConnection.open(handover_path(endpoint, handover), timeout)
-    try:
+    sockets = handover_path(endpoint, handover)
+    with contextlib.ExitStack() as undo:
+        lease = undo.enter_context(HandoverConnection.open(sockets, timeout))
         attached = _attach(endpoint, lease, request, deadline, timeout, on_progress)
         descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
-        mappings = _map(attached.tables, descriptors)
+        mappings = _map(attached.tables, descriptors, ordinal, os.path.dirname(sockets))
+        for mapping in mappings.values():
+            undo.callback(mapping.close)
+        again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
+        kept = Lease(lease, again)
+        undo.callback(kept.close)
+        client = MappedClient(endpoint, rank, world_size, attached, kept, mappings, group, strict)
+        if kernels is not None:
+            undo.callback(client.close)
+            client.open_on_gpu(kernels)
+        undo.pop_all()
+    return client
+
+
+def _same_tables(request: Attach, attached: Attached) -> Attach:
+    """The request for a lease on exactly what `attached` handed out; it never waits for a load."""
+    return msgspec.structs.replace(
+        request,
+        layers=tuple(table.geometry.layer_id for table in attached.tables),
+        identity=tuple(table.identity for table in attached.tables),
+        roots={},
+        wait=False,
+    )
+
+
+def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConnection:
+    """A new lease. Its descriptors are not needed: the memory is mapped."""
+    lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
+    try:
+        attached = _attach(endpoint, lease, request, time.monotonic(), 0, None)
+        for descriptor in lease.redeem(attached.ticket, REPLY_LEAST_S).values():
+            os.close(descriptor)
     except BaseException:
         lease.close()
         raise
-    return MappedClient(endpoint, rank, world_size, attached, lease, mappings, group, strict)
+    return lease
+
+
+def _printable(name: str) -> str:
+    """A program's name need not be text: its odd bytes are spelled out, and the message has room for 64."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")[:64]
 
 
 def _attach(
@@ -103,10 +157,18 @@ def _attach(
     raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
-def _map(tables: Sequence[TableInfo], descriptors: dict[str, int]) -> dict[str, CpuMapping]:
-    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none."""
+def _map(
+    tables: Sequence[TableInfo], descriptors: dict[str, int], ordinal: int | None, lock_path: str
+) -> Mapping[str, CpuMapping | GpuMapping]:
+    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none.
+
+    lock_path: the sockets' folder, which all ranks of a node share: those that register memory take turns.
+    """
+    segments = [segment for table in tables for segment in table.segments]
     try:
-        return map_for_cpu([segment for table in tables for segment in table.segments], descriptors)
+        if ordinal is None:
+            return map_for_cpu(segments, descriptors)
+        return map_for_gpu(segments, descriptors, ordinal, lock_path=lock_path)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -121,8 +183,8 @@ class MappedClient:
         rank: int,
         world_size: int,
         attached: Attached,
-        lease: HandoverConnection,
-        mappings: dict[str, CpuMapping],
+        lease: Lease,
+        mappings: Mapping[str, CpuMapping | GpuMapping],
         group: ProcessGroup | None,
         strict: bool,
     ) -> None:
@@ -136,9 +198,11 @@ class MappedClient:
         self._group = group
         self._strict = strict
         self._tables: dict[int, MappedTable] = {}
+        self._gpu: GpuTables | None = None
         self._owner_pid = os.getpid()
         self._closed = False
-        _open_clients.add(self)
+        # A client that is dropped without close() gives its lease up all the same.
+        weakref.finalize(self, lease.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"layers {list(self._infos)}"
@@ -164,25 +228,65 @@ class MappedClient:
     def server_alive(self) -> bool:
         return not self._closed and self._owner_pid == os.getpid() and self._lease.alive
 
+    @property
+    def stale(self) -> bool:
+        return self._lease.stale
+
     def table(self, layer_id: int) -> MappedTable:
         self.check_usable(f"table {layer_id}")
         if layer_id not in self._infos:
             raise UnknownLayer(layer_id=layer_id, served=list(self._infos))
         if layer_id not in self._tables:
-            from engram_client.table import MappedTable  # brings torch, which a rank has and a tool may not
-
-            info = self._infos[layer_id]
-            (segment,) = info.segments
-            self._tables[layer_id] = MappedTable(
-                info,
-                self._mappings[segment.id].view,
-                self._rank,
-                self._world_size,
-                self._group,
-                self._strict,
-                self.check_usable,
-            )
+            made = self._opened(self._infos[layer_id])
+            return self._tables.setdefault(layer_id, made)  # another thread may have been faster
         return self._tables[layer_id]
+
+    def _opened(self, info: TableInfo) -> MappedTable:
+        from engram_client.lookup.cpu import SegmentRows  # brings torch, which a rank has and a tool may not
+        from engram_client.table import MappedTable
+
+        local: LocalRows
+        if self._gpu is not None:
+            local, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+        else:
+            (part,) = info.segments
+            view = cast("CpuMapping", self._mappings[part.id]).view
+            local, whole = SegmentRows(view, info.geometry, part.shard, part.row_format), part.rank is None
+        return MappedTable(
+            info, local, self._rank, self._world_size, self._group, self._strict, self.check_usable, whole=whole
+        )
+
+    def open_on_gpu(self, kernels: Kernels) -> None:
+        """Opens all tables on the kernels' GPU, so that nothing is left to fail, or to be captured, later."""
+        from engram_client.gpu import GpuTables
+
+        self._gpu = GpuTables(kernels, list(self._infos.values()))
+        for layer in self._infos:
+            self.table(layer)
+
+    def lookup_all(self, ids: Tensor, *, hashed: bool = False) -> Tensor:
+        import torch
+
+        from engram_client.lookup.checks import check_ids
+
+        tables = [self.table(layer) for layer in self._infos]
+        columns = len(tables[0].columns)
+        check_ids(ids, tables[0].local.device, hashed=False, columns=columns)
+        if ids.dim() != 3 or ids.shape[1] != len(tables) or (hashed and ids.shape[2] != columns):
+            expected = f"[tokens, {len(tables)}, {columns}]"
+            raise IdsShapeInvalid(found=str(list(ids.shape)), expected=expected)
+        tokens, _, width = ids.shape
+        shape = (len(tables), tokens, width, ROW_VALUES)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=ids.device)
+        if self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
+            for index, table in enumerate(tables):
+                table.lookup(ids[:, index], out[index], hashed=hashed)
+        return out.transpose(0, 1)
+
+    def check(self) -> None:
+        self.check_usable("check()")
+        for table in self._tables.values():
+            table.check()
 
     def check_usable(self, what: str) -> None:
         """Raises ForkedClient in a forked child and ClientClosed after close()."""
@@ -192,11 +296,11 @@ class MappedClient:
             raise ClientClosed(what=what)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for table in self._tables.values():
+        self._closed = True  # first, so that no lookup starts while tables go
+        for table in list(self._tables.values()):
             table.close()
+        if self._gpu is not None:
+            self._gpu.close()
         for mapping in self._mappings.values():
             mapping.close()
         self._lease.close()
@@ -208,15 +312,3 @@ class MappedClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def close_lease_in_child(self) -> None:
-        """A forked child's copy of the connection would keep the lease alive after the rank's death."""
-        self._lease.close()
-
-
-def _after_fork_in_child() -> None:
-    for client in list(_open_clients):
-        client.close_lease_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

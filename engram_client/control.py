@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 import zmq
 
-from engram_client.errors import ConnectTimeout, MalformedMessage, TransferCut
-from engram_client.handover import REPLY_LEAST_S, HandoverConnection
+from engram_client.errors import ConnectTimeout, MalformedMessage, TooFewDescriptors, TransferCut
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection, milliseconds_until
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
+    Done,
     Failed,
     Progress,
     Reply,
@@ -25,6 +28,7 @@ from engram_client.protocol import (
     ipc_path,
 )
 
+_SPARE_DESCRIPTORS = 16
 LAST_WORDS_MS = 250
 """How long to listen for a Failed after the daemon has closed its other socket."""
 
@@ -36,6 +40,7 @@ class ControlConnection:
     """
 
     def __init__(self, endpoint: str, handover: HandoverConnection) -> None:
+        _check_descriptors()
         self._handover = handover
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -76,7 +81,7 @@ class ControlConnection:
                 yield reply
 
     def _receive(self, deadline: float, timeout: float, doing: str, cause: str) -> Iterator[Reply]:
-        events = dict(self._poller.poll(round(max(0.0, deadline - time.monotonic()) * 1000)))
+        events = dict(self._poller.poll(milliseconds_until(deadline)))
         cut = self._handover.fileno() in events
         if cut and self._socket not in events:
             events = dict(self._poller.poll(0)) if self._socket.poll(LAST_WORDS_MS) else {}
@@ -95,6 +100,22 @@ class ControlConnection:
             raise ConnectTimeout(timeout_s=timeout, doing=doing, cause=cause)
 
 
+def _check_descriptors() -> None:
+    """libzmq aborts the whole process, an engine's rank, when it cannot have its descriptors. It takes eight.
+
+    Raises TooFewDescriptors.
+    """
+    spare: list[int] = []
+    try:
+        spare.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(_SPARE_DESCRIPTORS))
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise TooFewDescriptors(limit=limit, needed=_SPARE_DESCRIPTORS) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
+
+
 def query_status(endpoint: str, *, timeout: float = 5.0, handover: str | None = None) -> StatusReply:
     """The state of the daemon at `endpoint`; waits up to `timeout` seconds for one. Changes nothing there.
 
@@ -106,3 +127,21 @@ def query_status(endpoint: str, *, timeout: float = 5.0, handover: str | None = 
                 if isinstance(reply, StatusReply):
                     return reply
     raise TransferCut(doing="asking for the status")
+
+
+def ask_owner(
+    endpoint: str, request: Callable[[bytes], Request], *, timeout: float = 5.0, handover: str | None = None
+) -> None:
+    """Sends the request that `request(permit)` makes, for which the daemon's own user or root is needed, and
+    waits for Done.
+
+    Raises NotPermitted, what the request itself raises, and what `query_status` raises.
+    """
+    doing = "asking the daemon"
+    with HandoverConnection.open(handover_path(endpoint, handover), timeout) as connection:
+        permit = connection.authorize(max(timeout, REPLY_LEAST_S))
+        with ControlConnection(endpoint, connection) as control:
+            for reply in control.request(request(permit), max(timeout, REPLY_LEAST_S), doing):
+                if isinstance(reply, Done):
+                    return
+    raise TransferCut(doing=doing)

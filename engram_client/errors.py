@@ -271,6 +271,15 @@ class LoaderDied(ResourceError):
     doing: str
 
 
+class TooFewDescriptors(ResourceError):
+    template = (
+        "this process may have {limit} files open and needs room for {needed}: raise its limit (ulimit -n, "
+        "LimitNOFILE= of a systemd unit), or close some"
+    )
+    limit: int
+    needed: int
+
+
 class WriteFailed(ResourceError):
     template = "writing {path} failed: {problem}; nothing was left behind, check the disk's space and permissions"
     path: str
@@ -413,6 +422,35 @@ class DigestMismatch(CheckpointError):
     found: str
 
 
+# Adopting what an earlier daemon left: never ends a daemon, which loads instead
+
+
+class AdoptError(EngramError):
+    """Base of why tables in memory are not taken over by a restarted daemon."""
+
+
+class ManifestInvalid(AdoptError):
+    template = "the manifest in {where} cannot be used: {problem}; the tables are loaded again"
+    where: str
+    problem: str
+
+
+class ManifestVersionUnknown(AdoptError):
+    template = (
+        "the manifest in {where} has version {found} and this daemon knows {known}: a newer daemon wrote it; "
+        "the tables are loaded again"
+    )
+    where: str
+    found: int
+    known: int
+
+
+class AdoptionRefused(AdoptError):
+    template = "{what} in memory is not taken over: {reason}; it is loaded again"
+    what: str
+    reason: str
+
+
 # Another daemon: exit code 5
 
 
@@ -472,6 +510,13 @@ class ServerGone(ConnectError):
     template = "the daemon behind this lease is gone; the mapped tables stay readable, attach again for a new lease"
 
 
+class Evicted(ConnectError):
+    template = (
+        "lease {lease} was ended by engram-ctl evict; the mapped tables stay readable, attach again for a new lease"
+    )
+    lease: int
+
+
 class ServerDraining(ConnectError):
     template = "the daemon is shutting down and takes no new clients; wait for the next one"
 
@@ -523,8 +568,32 @@ class TooManyClients(ConnectError):
     limit: int
 
 
+class TableDamaged(ConnectError):
+    """A check found rows that are not those that were loaded. Ranks that are attached are not told: see status."""
+
+    template = (
+        "the table of layer {layer_id} is damaged in memory (segment {segment}); restart the daemon: it loads that "
+        "table again"
+    )
+    layer_id: int
+    segment: str
+
+
+class NotPermitted(ConnectError):
+    template = "{request} is for the daemon's own user (uid {owner}) or root: {problem}"
+    request: str
+    owner: int
+    problem: str
+
+
+class UnknownLease(ConnectError):
+    template = "there is no lease {lease}; the leases held are {held}"
+    lease: int
+    held: list[int]
+
+
 class DeviceUnsupported(ConnectError):
-    template = 'lookups on device {device!r} are not supported by this version of the client; use device "cpu"'
+    template = 'lookups on device {device!r} are not supported; use device "cpu" or "cuda:N"'
     device: str
 
 

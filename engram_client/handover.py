@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,9 @@ from engram_client.errors import (
 from engram_client.protocol import (
     MAX_FDS_PER_MESSAGE,
     MAX_HANDOVER_BYTES,
+    Authorize,
+    Authorized,
+    Beat,
     Failed,
     Granted,
     Greeting,
@@ -34,7 +38,13 @@ from engram_client.protocol import (
     encode,
 )
 
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Every connection of this process, also those just being opened by another thread."""
+
 _RETRY_FIRST_S, _RETRY_LAST_S = 0.01, 0.25
+_BEAT = encode(Beat(), limit=MAX_HANDOVER_BYTES)
+_LONGEST_WAIT_S = 1e6
+"""What a system call is asked to wait at most: it counts milliseconds in 32 bits, and users write infinity."""
 REPLY_LEAST_S = 1.0
 """What a reply may take even when the caller does not want to wait: a daemon that accepts is there."""
 
@@ -102,8 +112,28 @@ class HandoverConnection:
         if self.closed:
             return False
         poller = select.poll()
-        poller.register(self._socket, 0)
+        try:
+            poller.register(self._socket, 0)
+        except ValueError:  # another thread has closed it this moment
+            return False
         return not poller.poll(0)  # POLLHUP and POLLERR come unasked
+
+    def authorize(self, timeout: float) -> bytes:
+        """A permit for one request of the daemon's owner.
+
+        Raises NotPermitted, TransferCut, ConnectTimeout or MalformedMessage.
+        """
+        doing = "asking for a permit"
+        _send(self._socket, encode(Authorize(), limit=MAX_HANDOVER_BYTES), doing)
+        message, _ = _receive(self._socket, time.monotonic() + timeout, timeout, doing, 0)
+        if not isinstance(message, Authorized):
+            raise MalformedMessage(problem=f"a {type(message).__name__} instead of a permit")
+        return message.permit
+
+    def beat(self) -> None:
+        """Tells the daemon that this process runs. Raises nothing: an end of the connection shows by itself."""
+        with contextlib.suppress(OSError):
+            self._socket.send(_BEAT, socket.MSG_NOSIGNAL)
 
     def last_error(self) -> EngramError | None:
         """What the daemon said before it closed, if it said anything."""
@@ -138,10 +168,16 @@ class HandoverConnection:
             raise
 
 
+def milliseconds_until(deadline: float) -> int:
+    """From now to `deadline` (of time.monotonic, infinity too), as poll(2) takes it."""
+    return round(min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S) * 1000)
+
+
 def _connect(path: str, deadline: float, timeout: float) -> socket.socket:
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    _sockets.add(connecting)
     # A full backlog makes connect block; the least wait lets a zero timeout still mean "try once".
-    connecting.settimeout(max(deadline - time.monotonic(), 0.05))
+    connecting.settimeout(min(max(deadline - time.monotonic(), 0.05), _LONGEST_WAIT_S))
     try:
         connecting.connect(path)
     except OSError as error:
@@ -177,7 +213,7 @@ def _receive(
     poller = select.poll()
     poller.register(connected, select.POLLIN)
     # At least one look, so that what has arrived already counts even when the time is over.
-    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+    if not poller.poll(milliseconds_until(deadline)):
         raise ConnectTimeout(timeout_s=timeout, doing=doing, cause="the daemon does not answer")
     try:
         frame, ancillary, flags, _ = connected.recvmsg(
@@ -214,3 +250,12 @@ def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def _after_fork_in_child() -> None:
+    """A forked child's copy of a connection would keep the lease alive after the rank's death."""
+    for each in list(_sockets):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -4,8 +4,10 @@ One codec serves both sides and both sockets. A frame is a msgpack map `{"v", "i
 map whose "type" names the message. Unknown fields, unknown types, wrong types and oversized frames are
 refused. `v` is read first, so that two versions tell each other what they are instead of failing to parse.
 
-    control socket (ZeroMQ)         Status -> StatusReply;  Attach -> Progress* -> Attached;  any -> Failed
-    handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors;  any -> Failed
+    control socket (ZeroMQ)         Status -> StatusReply;  Attach -> Progress* -> Attached;
+                                    Verify, Evict, Drain -> Done;  any -> Failed
+    handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors, then Beat*;
+                                    Authorize -> Authorized;  any -> Failed
 
 The handover connection is opened first and, once its tickets are redeemed, is the client's lease: the kernel
 closes it when the client dies.
@@ -47,6 +49,8 @@ MAX_FDS_PER_MESSAGE: Final = 253
 """SCM_MAX_FD of the Linux kernel: one more is EINVAL."""
 TICKET_BYTES: Final = 32
 TICKET_LIFETIME_S: Final = 10.0
+BEAT_INTERVAL_S: Final = 5.0
+"""How often an attached client shows that its process runs."""
 
 
 class Placement(enum.StrEnum):
@@ -73,11 +77,13 @@ class Backing(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """What the daemon is doing; the transitions are in `engram_server/service.py`."""
+    """What the daemon is doing; the transitions are in `engram_server/state.py`."""
 
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
+    DEGRADED = "degraded"
+    """Serves, but a check has found damage; the damaged tables are not handed out any more."""
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -161,6 +167,8 @@ class LeaseStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: str
     layers: tuple[int, ...]
     age_s: float
+    last_seen_s: float
+    """Seconds since its process last gave a sign of life: many times BEAT_INTERVAL_S mean that it hangs."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -181,6 +189,27 @@ class LoadReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def bytes_per_second(self) -> float:
         return self.bytes_read / self.fill_seconds if self.fill_seconds > 0 else 0.0
+
+
+class CheckState(enum.StrEnum):
+    RUNNING = "running"
+    PASSED = "passed"
+    DAMAGED = "damaged"
+    FAILED = "failed"
+    """It could not be carried out, and says nothing about the rows."""
+
+
+class CheckStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The latest check of the memory against the digests of the load."""
+
+    state: CheckState
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
+    damage: tuple[str, ...]
+    """Each damaged piece in words: segment, rows, digests."""
+    problem: str | None
+    """Why it could not be carried out."""
 
 
 # Control socket, client to daemon
@@ -206,6 +235,31 @@ class Attach(_Message, frozen=True, tag="attach"):
 
 class Status(_Message, frozen=True, tag="status"):
     """Asks for the daemon's state. Changes nothing."""
+
+
+Permit = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""From Authorize on the handover socket: the control socket cannot tell who is at its other end."""
+
+
+class Verify(_Message, frozen=True, tag="verify"):
+    """Starts a full check in the background, unless one runs; Status tells how it goes. Answered by Done."""
+
+    permit: Permit
+
+
+class Evict(_Message, frozen=True, tag="evict"):
+    """Ends a lease. Its holder keeps what it has mapped. Answered by Done."""
+
+    permit: Permit
+    lease: int
+
+
+class Drain(_Message, frozen=True, tag="drain"):
+    """Ends the daemon as SIGTERM does; with `free`, memory that would be kept for the next one too. Answered by
+    Done."""
+
+    permit: Permit
+    free: bool = False
 
 
 # Control socket, daemon to client
@@ -238,7 +292,18 @@ class StatusReply(_Message, frozen=True, tag="status_reply"):
     tables: tuple[TableInfo, ...]
     segments: tuple[SegmentStatus, ...]
     leases: tuple[LeaseStatus, ...]
+    """As many as a frame holds."""
+    lease_count: int
     failure: str | None
+    adopted: bool
+    """Whether the tables were taken over from an earlier daemon, and nothing was loaded."""
+    outlook: str
+    """What a restart of the daemon will cost, in words."""
+    check: CheckStatus | None
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """What was asked for has been done, or has begun."""
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -269,6 +334,20 @@ class Redeem(_Message, frozen=True, tag="redeem"):
     ticket: bytes
 
 
+class Authorize(_Message, frozen=True, tag="authorize"):
+    """Asks for a permit: for the daemon's own user and root, by SO_PEERCRED."""
+
+
+class Authorized(_Message, frozen=True, tag="authorized"):
+    """A permit for one request, short-lived as a ticket is."""
+
+    permit: bytes
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    """An attached client's sign of life. Not answered."""
+
+
 class Granted(_Message, frozen=True, tag="granted"):
     """Descriptors, in the order of `segments`; `last` closes the series. From then on this is the lease."""
 
@@ -277,17 +356,14 @@ class Granted(_Message, frozen=True, tag="granted"):
     last: bool
 
 
-Request = Attach | Status
-Reply = Progress | Attached | StatusReply | Failed
-HandoverRequest = Redeem
-HandoverReply = Greeting | Granted | Failed
+Request = Attach | Status | Verify | Evict | Drain
+Reply = Progress | Attached | StatusReply | Done | Failed
+HandoverRequest = Redeem | Beat | Authorize
+HandoverReply = Greeting | Granted | Authorized | Failed
 AnyMessage = Request | Reply | HandoverRequest | HandoverReply
 
-_KNOWN: Final = frozenset(
-    kind.__struct_config__.tag
-    for kind in (Attach, Status, Progress, Attached, StatusReply, Failed, Greeting, Redeem, Granted)
-)
-_BY_CLIENT: Final = frozenset({Attach, Status, Redeem})
+_KNOWN: Final = frozenset(kind.__struct_config__.tag for kind in get_args(AnyMessage))
+_BY_CLIENT: Final = frozenset(get_args(Request | HandoverRequest))
 _M = TypeVar("_M")
 
 

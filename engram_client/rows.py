@@ -30,29 +30,25 @@ from __future__ import annotations
 
 import os
 
-from engram_client import _pure
-
 __all__ = ["NATIVE", "count_invalid", "dequantise", "gather", "pack", "unpack"]
 
 NATIVE: bool
 """Whether the operations here are the C ones."""
 
-pack = _pure.pack
-unpack = _pure.unpack
-dequantise = _pure.dequantise
-gather = _pure.gather
-count_invalid = _pure.count_invalid
-
 try:
     if os.environ.get("ENGRAM_PURE") == "1":
         raise ImportError("ENGRAM_PURE=1")
-    from engram_client import _native
-except ImportError:
-    NATIVE = False
-else:
+    from engram_client import _native as _chosen
+
     NATIVE = True
-    pack = _native.pack
-    unpack = _native.unpack
-    dequantise = _native.dequantise
-    gather = _native.gather
-    count_invalid = _native.count_invalid
+except ImportError:
+    # Not before it is needed: numpy costs 90 ms, which a restarted daemon's first check would wait for.
+    from engram_client import _pure as _chosen  # type: ignore[no-redef]
+
+    NATIVE = False
+
+pack = _chosen.pack
+unpack = _chosen.unpack
+dequantise = _chosen.dequantise
+gather = _chosen.gather
+count_invalid = _chosen.count_invalid

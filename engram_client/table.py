@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from engram_client.errors import InvalidIds
+import torch
+from torch import Tensor
+
+from engram_client.api import RawRows
+from engram_client.errors import InvalidIds, OutInvalid
 from engram_client.identity import TableIdentity
-from engram_client.lookup.collective import ShardedLookup
-from engram_client.lookup.cpu import SegmentRows
+from engram_client.layout import ROW_SCALES, ROW_VALUES
+from engram_client.lookup import ops, runtime
+from engram_client.lookup.checks import Found, Invalid, check_ids, stored_out
+from engram_client.lookup.collective import LocalRows, ShardedLookup
+from engram_client.lookup.cuda import GpuRows
+from engram_client.lookup.pending import PendingRows
 from engram_client.protocol import TableInfo
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from engram_client.api import Tokens
@@ -21,29 +29,39 @@ if TYPE_CHECKING:
 class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
-    `check_usable` raises when the client behind it is closed or forked.
+    local: its rows on the device; whole: all of them are there. `check_usable` raises when the client behind it
+    is closed or forked.
     """
 
     def __init__(
         self,
         info: TableInfo,
-        segment: memoryview,
+        local: LocalRows,
         rank: int,
         world_size: int,
         group: ProcessGroup | None,
         strict: bool,
         check_usable: Callable[[str], None],
+        *,
+        whole: bool,
     ) -> None:
         self._info = info
         self._strict = strict
         self._check_usable = check_usable
-        self._invalid = 0
-        (part,) = info.segments
-        self._local = SegmentRows(segment, info.geometry, part.shard, part.row_format)
-        self._lookup = ShardedLookup(group, rank, world_size, info.geometry, self._local, whole=part.rank is None)
+        self._returned = 0
+        self._counting = threading.Lock()
+        self._seen = 0
+        self._found = Invalid()
+        self._name = f"table {info.geometry.layer_id}"
+        self.local = local
+        self.whole = whole
+        self._lookup = ShardedLookup(group, rank, world_size, info.geometry, local, whole=whole)
+        alone = whole or world_size == 1
+        self._again = local.lookup_again if alone and isinstance(local, GpuRows) else None
+        self._number = ops.register(self)
 
     def __repr__(self) -> str:
-        return f"<table of layer {self.layer_id}: {self.rows} rows, {self._invalid} invalid ids seen>"
+        return f"<table of layer {self.layer_id}: {self.rows} rows, {self.invalid_ids} invalid ids seen>"
 
     @property
     def layer_id(self) -> int:
@@ -63,8 +81,9 @@ class MappedTable:
 
     @property
     def invalid_ids(self) -> int:
-        return self._invalid
+        return self._returned + self.local.counted.count
 
+    @overload
     def lookup(
         self,
         ids: Tensor,
@@ -73,20 +92,139 @@ class MappedTable:
         hashed: bool = False,
         tokens: Tokens = "same",
         counts: Sequence[int] | None = None,
-    ) -> Tensor:
-        self._check_usable(f"table {self.layer_id}")
-        found = self._lookup.lookup(ids, out, hashed=hashed, tokens=tokens, counts=counts)
-        if found.invalid.count:
-            self._invalid += found.invalid.count
+        raw: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def lookup(
+        self,
+        ids: Tensor,
+        out: RawRows | tuple[Tensor, Tensor] | None = None,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+        raw: Literal[True],
+    ) -> RawRows: ...
+
+    def lookup(
+        self,
+        ids: Tensor,
+        out: Tensor | RawRows | tuple[Tensor, Tensor] | None = None,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+        raw: bool = False,
+    ) -> Tensor | RawRows:
+        if torch.compiler.is_compiling():
+            return self._compiled(ids, out, hashed, tokens, counts, raw)
+        if self._again is not None and counts is None and not raw and isinstance(out, Tensor):
+            self._check_usable(self._name)
             if self._strict:
-                raise InvalidIds(
-                    layer_id=self.layer_id,
-                    count=found.invalid.count,
-                    first=found.invalid.first,
-                    position=found.invalid.position,
-                )
+                self._refuse_counted()
+            if self._again(ids, out, hashed):
+                return out
+        if raw:
+            return RawRows(*self.lookup_raw_now(ids, out, hashed=hashed, tokens=tokens, counts=counts))
+        return self.lookup_now(ids, out, hashed=hashed, tokens=tokens, counts=counts)
+
+    def _compiled(
+        self,
+        ids: Tensor,
+        out: Any,
+        hashed: bool,
+        tokens: Tokens,
+        counts: Sequence[int] | None,
+        raw: bool,
+    ) -> Tensor | RawRows:
+        if raw:
+            found = RawRows(*ops.lookup_raw(ids, self._number, hashed, tokens, counts))
+            if out is None:
+                return found
+            out[0].copy_(found.values)
+            out[1].copy_(found.scales)
+            return RawRows(out[0], out[1])
+        if out is None:
+            rows: Tensor = ops.lookup(ids, self._number, hashed, tokens, counts)
+            return rows
+        ops.lookup_out(ids, out, self._number, hashed, tokens, counts)
+        given: Tensor = out
+        return given
+
+    def lookup_now(
+        self, ids: Tensor, out: Any, *, hashed: bool, tokens: Tokens, counts: Sequence[int] | None
+    ) -> Tensor:
+        """The lookup itself, which compiled code calls through an operator."""
+        self._check_usable(self._name)
+        if self._strict:
+            self._refuse_counted()
+        try:
+            found = self._lookup.lookup(ids, out, hashed=hashed, tokens=tokens, counts=counts)
+        except ValueError:  # the segment is gone: closed by another thread since the look above?
+            self._check_usable(self._name)
+            raise
+        return self._settled(found)
+
+    def lookup_raw_now(
+        self,
+        ids: Tensor,
+        out: Any,
+        *,
+        hashed: bool,
+        tokens: Tokens,
+        counts: Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        self._check_usable(self._name)
+        if self._strict:
+            self._refuse_counted()
+        check_ids(ids, self.local.device, hashed, len(self.columns))
+        if out is not None and not (isinstance(out, tuple) and len(out) == 2):
+            raise OutInvalid(found=type(out).__name__, expected="values and scales, for raw rows")
+        values, scales = out or (None, None)
+        values = stored_out(values, ids.shape, ROW_VALUES, self.local.device)
+        scales = stored_out(scales, ids.shape, ROW_SCALES, self.local.device)
+        invalid = self._lookup.lookup_stored(ids, values, scales, hashed=hashed, tokens=tokens, counts=counts)
+        self._settled(Found(values, invalid))
+        return values, scales
+
+    def prefetch(
+        self, ids: Tensor, *, hashed: bool = False, tokens: Tokens = "same", counts: Sequence[int] | None = None
+    ) -> PendingRows:
+        self._check_usable(self._name)
+        if self._strict:
+            self._refuse_counted()
+        finish = self._lookup.prefetch(ids, hashed=hashed, tokens=tokens, counts=counts)
+
+        def rows() -> Tensor:
+            self._check_usable(self._name)
+            return self._settled(finish())
+
+        return PendingRows(rows, self._name)
+
+    def check(self) -> None:
+        """Raises InvalidIds when ids were counted since the last time that this, or a strict lookup, raised."""
+        total = self.invalid_ids
+        if total > self._seen:
+            first = self._found if self._found.count else self.local.counted
+            new, self._seen, self._found = total - self._seen, total, Invalid()
+            raise InvalidIds(layer_id=self.layer_id, count=new, first=first.first, position=first.position)
+
+    def _refuse_counted(self) -> None:
+        """For a device that counts by itself: what it has counted since. Never in the middle of a capture."""
+        if self.local.counts_itself and self.invalid_ids > self._seen and not runtime.capturing():
+            self.check()
+
+    def _settled(self, found: Found) -> Tensor:
+        invalid = found.invalid
+        if invalid.count:
+            with self._counting:
+                self._returned += invalid.count
+                self._found = self._found.then(invalid, 0)
+            if self._strict:
+                self.check()
         return found.rows
 
     def close(self) -> None:
         """Gives the mapped memory back; only the client calls it."""
-        self._local.close()
+        self.local.close()

@@ -8,6 +8,7 @@ from engram_client.errors import (
     IdentityMismatch,
     NotAllowedNow,
     RankInvalid,
+    TableDamaged,
     TooManyClients,
     TpSizeMismatch,
     UnknownLayer,
@@ -30,19 +31,22 @@ def answer(
     options: ResolvedOptions | None,
     tables: tuple[TableInfo, ...],
     leases: Leases,
+    damaged: frozenset[str] = frozenset(),
 ) -> Attached:
     """The tables `request` asks for, with a ticket for their descriptors.
 
-    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, UnknownLayer, IdentityMismatch or TooManyClients.
+    `damaged`: segments that are not handed out any more, by id.
+    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, UnknownLayer, IdentityMismatch, TableDamaged or
+    TooManyClients.
     """
-    if current not in state.ANSWERS[Attach] or options is None:
+    if current not in state.RULES[Attach].answered or options is None:
         raise NotAllowedNow(request="attach", state=current.value)
     if not 0 <= request.rank < request.world_size:
         raise RankInvalid(rank=request.rank, world_size=request.world_size)
     if options.replication is Replication.NONE and request.world_size != options.tp_size:
         raise TpSizeMismatch(client=request.world_size, server=options.tp_size)
     chosen = _choose(request, tables)
-    _demand(request, chosen)
+    _demand(request, tables)
     # A peer read maps the shards of all ranks of this node; otherwise a rank gets its own.
     every = options.placement is Placement.GPU and options.lookup is Lookup.PEER_READ
     handed = tuple(
@@ -51,17 +55,25 @@ def answer(
         )
         for table in chosen
     )
+    for segment in (segment for table in handed for segment in table.segments):
+        if segment.id in damaged:
+            raise TableDamaged(layer_id=segment.layer_id, segment=segment.id)
     ticket = leases.issue(
         Grant(
             segments=tuple(segment.id for table in handed for segment in table.segments),
             layers=tuple(table.geometry.layer_id for table in handed),
             rank=request.rank,
             world_size=request.world_size,
-            device=request.device[:64],
-            name=request.name[:64],
+            device=_printable(request.device),
+            name=_printable(request.name),
         )
     )
     return Attached(epoch=epoch, options=options, tables=handed, ticket=ticket)
+
+
+def _printable(text: str) -> str:
+    """What a client says about itself, for one line of a log and for a terminal that obeys control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:64])
 
 
 def _choose(request: Attach, tables: tuple[TableInfo, ...]) -> tuple[TableInfo, ...]:
@@ -74,12 +86,14 @@ def _choose(request: Attach, tables: tuple[TableInfo, ...]) -> tuple[TableInfo, 
 
 
 def _demand(request: Attach, tables: tuple[TableInfo, ...]) -> None:
+    """Also of tables that are not asked for: a demand that nobody looks at would seem to hold."""
     demanded = {demand.layer_id: demand for demand in request.identity}
+    roots = {int(layer): root for layer, root in request.roots.items()}
     for table in tables:
         layer, served = table.geometry.layer_id, table.identity
         wanted = demanded.get(layer, served)
-        if str(layer) in request.roots:
-            wanted = msgspec.structs.replace(wanted, root=request.roots[str(layer)])
+        if layer in roots:
+            wanted = msgspec.structs.replace(wanted, root=roots[layer])
         if differing := wanted.differences(served):
             raise IdentityMismatch(
                 layer_id=layer, differing=list(differing), demanded=_plain(wanted), served=_plain(served)

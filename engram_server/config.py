@@ -64,6 +64,9 @@ class HostConfig(_Section, frozen=True):
     memory_check: Literal["strict", "warn", "off"] = "strict"
     """When memory looks short: `strict` refuses, `warn` goes on (virtual machines that grow their memory report
     too little), `off` does not look."""
+    keep: Literal["auto", "off"] = "auto"
+    """Whether tables outlive the daemon. `auto`: yes, where the next one can find them: in a named backing
+    (`posix_shm`, `file`), or in the service manager's store; `engram-ctl purge` frees them. `off`: they end with it."""
 
 
 class ControlConfig(_Section, frozen=True):
@@ -119,7 +122,8 @@ class Config(_Section, frozen=True):
     node_rank: Natural = 0
     """This node's place among them; node k holds ranks k * tp_size / nnodes and following."""
     devices: tuple[Natural | Text, ...] | None = None
-    """This node's GPUs in rank order, as indices (PCI order) or UUIDs; null = all."""
+    """This node's GPUs in rank order, as indices (PCI order) or UUIDs; null = all. A GPU that is named
+    again has the shards of several ranks."""
     host: HostConfig = HostConfig()
     """Host memory."""
     control: ControlConfig = ControlConfig()
@@ -226,8 +230,8 @@ def _check_ranks(config: Config, where: str) -> None:
             reason="every node holds the same number of ranks",
             remedy="make tp_size a multiple of nnodes",
         )
-    if config.devices is not None and (len(set(config.devices)) != len(config.devices) or not config.devices):
-        _refuse(where, "devices", "is empty or names a device twice", "distinct indices or UUIDs, or null for all")
+    if config.devices is not None and not config.devices:
+        _refuse(where, "devices", "is empty", "indices or UUIDs, or null for all")
 
 
 def _check_host(host: HostConfig, where: str) -> None:

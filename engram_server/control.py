@@ -1,25 +1,28 @@
 """The control socket: one ZeroMQ ROUTER, one task, one handler a request.
 
-A handler's failure answers that request and nothing else. ROUTER never blocks on a peer: what a vanished
-client does not take is dropped.
+A handler's failure answers that request and nothing else. Nothing here waits for a peer: what a client does
+not take is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 import zmq.asyncio
 
-from engram_client.errors import EngramError, InternalError, MalformedMessage, ProtocolMismatch
+from engram_client.errors import EngramError, FrameTooLarge, InternalError, MalformedMessage, ProtocolMismatch
 from engram_client.protocol import (
     MAX_REQUEST_BYTES,
     Failed,
     Reply,
     Request,
+    StatusReply,
     decode,
     encode,
     request_id_of,
@@ -31,6 +34,9 @@ log = logging.getLogger(__name__)
 
 # A frame somewhat too large gets a named error; one larger than this costs the sender its connection.
 _DROP_BYTES = 4 * MAX_REQUEST_BYTES
+_QUEUE = 64
+"""Messages that wait for a peer, or for us, each way. A peer that takes no reply misses some; with libzmq's
+1000 it could make the daemon keep a GiB of status replies."""
 LINGER_MS = 500
 """How long a closing daemon gives its last replies to leave."""
 
@@ -52,6 +58,12 @@ class Control:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _DROP_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is told, not swallowed
+        if not control.gids:  # libzmq knows no supplementary groups: then the socket's mode must do
+            for uid in control.uids or (os.geteuid(),):
+                self._socket.setsockopt(zmq.IPC_FILTER_UID, uid - (1 << 32) if uid >> 31 else uid)
         try:
             with private_bind(path, control):
                 self._socket.bind(f"ipc://{path}")
@@ -94,9 +106,21 @@ class Control:
             log.exception("a request failed")
             return asker, Failed.of(InternalError(doing="answering a request", problem=repr(error)[:500]))
 
-    async def send(self, asker: Asker, reply: Reply) -> None:
+    async def send(self, asker: Asker, reply: Reply) -> bool:
+        """Sends at once or drops. False when the asker is gone for good."""
         try:
-            frame = encode(reply, asker.request_id)
-        except EngramError as error:
-            frame = encode(Failed.of(error), asker.request_id)
-        await self._socket.send_multipart([asker.route, frame])
+            await self._socket.send_multipart([asker.route, _frame(reply, asker.request_id)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
+
+
+def _frame(reply: Reply, request_id: int) -> bytes:
+    """The reply as bytes; of a status with thousands of leases, as many leases as a frame holds."""
+    try:
+        return encode(reply, request_id)
+    except FrameTooLarge as error:
+        if isinstance(reply, StatusReply) and reply.leases:
+            fewer = reply.leases[: len(reply.leases) // 2]
+            return _frame(msgspec.structs.replace(reply, leases=fewer), request_id)
+        return encode(Failed.of(error), request_id)

@@ -1,10 +1,13 @@
-"""`engram-ctl`: look at a daemon, make a checkpoint to try it on."""
+"""`engram-ctl`: look at a daemon, ask things of it, make a checkpoint to try it on."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from engram_client.control import query_status
-from engram_client.errors import EXIT_OK, EngramError
-from engram_client.protocol import DEFAULT_ENDPOINT, StatusReply
+from engram_client.errors import EXIT_OK, EXIT_OTHER, EngramError
+from engram_client.protocol import BEAT_INTERVAL_S, DEFAULT_ENDPOINT, StatusReply
 from engram_client.version import VERSION
+from engram_server import ctl_doctor, ctl_owner
 from engram_server.config import load_config
 
 DEFAULT_VOCAB = 20_000
@@ -22,12 +26,24 @@ DEFAULT_VOCAB = 20_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # tables have lines that an ASCII terminal has not
     run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except EngramError as error:
         print(f"engram-ctl: {error.code}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; the interpreter's own flush must not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OTHER
+    except OSError as error:  # of the output: what else goes wrong has a name
+        print(f"engram-ctl: {error.strerror or error}", file=sys.stderr)
+        return EXIT_OTHER
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -39,9 +55,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     where = status.add_mutually_exclusive_group()
     where.add_argument("--endpoint", default=DEFAULT_ENDPOINT, help="control endpoint (default: %(default)s)")
     where.add_argument("--config", metavar="FILE", help="take the endpoint from this engram.json")
-    status.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    status.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS")
     status.add_argument("--json", action="store_true", help="the whole reply, for machines")
     status.set_defaults(run=_status)
+
+    for module in (ctl_doctor, ctl_owner):
+        module.add_parser(commands)
 
     make = commands.add_parser("make-checkpoint", help="write a small checkpoint in DeepSeek-V4.1's own format")
     make.add_argument("folder", metavar="DIR", help="a new or empty folder")
@@ -58,6 +77,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     make.set_defaults(run=_make_checkpoint)
     return parser.parse_args(arguments)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if seconds >= 0:  # NaN is not
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -78,13 +105,19 @@ def print_status(reply: StatusReply) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"[bold]{reply.state}[/] — engram-server {reply.version}, pid {reply.pid}, up {reply.uptime_s:.0f} s")
+    console = Console(markup=False)  # names and paths may have square brackets
+    console.print(
+        f"{reply.state} — engram-server {reply.version}, pid {reply.pid}, up {reply.uptime_s:.0f} s", style="bold"
+    )
     if reply.failure:
         console.print(f"failure: {reply.failure}")
     if reply.load is not None and reply.state == "loading":
         share = 100 * reply.load.done_bytes / max(reply.load.total_bytes, 1)
         console.print(f"{reply.load.phase}: {share:.0f} % of {gib(reply.load.total_bytes)}")
+    if reply.check is not None:
+        console.print(f"latest check: {reply.check.state} {'; '.join(reply.check.damage)}{reply.check.problem or ''}")
+    if reply.outlook:
+        console.print(reply.outlook)
     if reply.options is not None:
         chosen = reply.options
         console.print(
@@ -101,7 +134,7 @@ def print_status(reply: StatusReply) -> None:
             info.id, f"{info.shard.rows:,}", gib(info.nbytes), info.backing, f"{coverage:.0f} %", root[:16]
         )
     console.print(segments)
-    clients = Table("lease", "name", "pid", "uid", "rank", "device", "layers", "age", title="clients")
+    clients = Table("lease", "name", "pid", "uid", "rank", "device", "layers", "age", "seen", title="clients")
     for lease in reply.leases:
         clients.add_row(
             str(lease.id),
@@ -112,8 +145,16 @@ def print_status(reply: StatusReply) -> None:
             lease.device,
             ", ".join(map(str, lease.layers)),
             f"{lease.age_s:.0f} s",
+            _seen(lease.last_seen_s),
         )
     console.print(clients)
+    if len(reply.leases) < reply.lease_count:
+        console.print(f"{len(reply.leases)} of {reply.lease_count} clients shown")
+
+
+def _seen(seconds: float) -> str:
+    """How long ago; a process that missed three signs of life hangs, or is stopped."""
+    return f"{seconds:.0f} s ago" + (" [red](hangs?)[/]" if seconds > 3 * BEAT_INTERVAL_S else "")
 
 
 def gib(nbytes: int) -> str:

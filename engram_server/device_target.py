@@ -1,6 +1,6 @@
 """GPU memory as the loader fills it: rows go through pinned staging buffers, copied while the next are read.
 
-Each thread has two buffers: it fills one while the GPU fetches the other. Nothing is released at the end: the
+Each thread has two buffers: it fills one while the GPU fetches the other. Nothing is released before the
 loader exits, and with it go the context, the buffers and the only writable mapping.
 """
 
@@ -52,6 +52,10 @@ class _Slot:
         self._driver.copy_to_device_async(target, self.address + at, nbytes, self._busy)
 
 
+# A thread's last copies outlast the thread: what the GPU still reads must not be freed with its locals.
+_kept: list[_Slot] = []
+
+
 class _Staging(threading.local):
     """This thread's two slots, shared by all its targets."""
 
@@ -60,6 +64,7 @@ class _Staging(threading.local):
     def next(self, driver: Driver) -> _Slot:
         if self.slots is None:
             self.slots = [_Slot(driver), _Slot(driver)]
+            _kept.extend(self.slots)
         self.slots.reverse()
         self.slots[0].wait()
         return self.slots[0]
@@ -69,9 +74,12 @@ _staging = _Staging()
 
 
 class DeviceTarget:
-    """A segment in GPU memory, mapped for writing: see fill.Target. Raises GpuNotFound or CudaCallFailed."""
+    """A segment in GPU memory, mapped for writing unless told otherwise: see fill.Target.
 
-    def __init__(self, info: SegmentInfo, fd: int, driver: Driver) -> None:
+    Raises GpuNotFound or CudaCallFailed.
+    """
+
+    def __init__(self, info: SegmentInfo, fd: int, driver: Driver, writable: bool = True) -> None:
         self.info = info
         self._driver = driver
         present = visible_gpus(driver)
@@ -79,7 +87,7 @@ class DeviceTarget:
             raise GpuNotFound(device=str(info.device), present=present)
         self._ordinal = present.index(info.device)
         self._mapping = VmmMapping(
-            fd, info.nbytes, driver, self._ordinal, writable=True, page_bytes=info.page_bytes, name=info.id
+            fd, info.nbytes, driver, self._ordinal, writable=writable, page_bytes=info.page_bytes, name=info.id
         )
         self._scales_at = info.shard.rows * ROW_VALUES
 

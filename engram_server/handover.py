@@ -8,34 +8,50 @@ take at once ends that peer, not the daemon.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
 import struct
 from collections.abc import Callable
 
-from engram_client.errors import AccessDenied, EngramError, MalformedMessage, NotAllowedNow, TooManyClients
+from engram_client.errors import (
+    AccessDenied,
+    EngramError,
+    Evicted,
+    InternalError,
+    MalformedMessage,
+    NotAllowedNow,
+    NotPermitted,
+    TooManyClients,
+)
 from engram_client.protocol import (
     MAX_FDS_PER_MESSAGE,
     MAX_HANDOVER_BYTES,
+    Authorize,
+    Authorized,
+    Beat,
     Failed,
     Granted,
     Greeting,
     HandoverReply,
-    Redeem,
+    HandoverRequest,
     decode,
     encode,
 )
 from engram_server.config import ControlConfig
 from engram_server.leases import Lease, Leases, Peer
+from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 ACCEPT_PAUSE_S = 0.2
 """How long to leave the listener alone when the process is out of descriptors."""
-_PEERCRED = struct.Struct("3i")
+_PEERCRED = struct.Struct("iII")
+_SO_PEERGROUPS = 59
+"""Linux 4.13; Python has no name for it."""
+_MOST_GROUPS = 256
+"""Python's getsockopt takes 1024 bytes at most; a peer in more groups is judged by its main group."""
 
 
 class Handover:
@@ -47,6 +63,7 @@ class Handover:
         control: ControlConfig,
         epoch: str,
         leases: Leases,
+        permits: Tickets[Peer],
         descriptor_of: Callable[[str], int],
     ) -> None:
         self._listener = listener
@@ -55,6 +72,7 @@ class Handover:
         self._gids = frozenset(control.gids)
         self._epoch = epoch
         self._leases = leases
+        self._permits = permits
         self._descriptor_of = descriptor_of
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
@@ -75,9 +93,7 @@ class Handover:
             peer_socket, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                raise
+        except OSError as error:  # mostly EMFILE
             # The listener stays readable, so the loop would spin: leave it alone for a moment.
             log.warning("cannot accept a client: %s; raise the daemon's limit of open files", error.strerror)
             self._loop.remove_reader(self._listener.fileno())
@@ -89,7 +105,7 @@ class Handover:
         connection = _Connection(self, peer_socket, peer)
         self._connections.add(connection)
         try:
-            self._admit(peer)
+            self._admit(peer, peer_socket)
         except EngramError as error:
             log.warning("refused a client: %s", error)
             connection.send(Failed.of(error))
@@ -101,9 +117,9 @@ class Handover:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _admit(self, peer: Peer) -> None:
+    def _admit(self, peer: Peer, peer_socket: socket.socket) -> None:
         if self._uids or self._gids:
-            allowed = peer.uid in self._uids or peer.gid in self._gids
+            allowed = peer.uid in self._uids or bool(self._gids & {peer.gid, *_groups_of(peer_socket)})
         else:
             allowed = peer.uid == os.geteuid()
         if not allowed:
@@ -114,6 +130,13 @@ class Handover:
     def redeem(self, ticket: bytes, peer: Peer) -> tuple[Lease, list[tuple[Granted, list[int]]]]:
         """The lease of a ticket and the messages that carry its descriptors."""
         lease = self._leases.redeem(ticket, peer)
+        try:
+            return lease, self._messages(lease)
+        except BaseException:
+            self._leases.release(lease)
+            raise
+
+    def _messages(self, lease: Lease) -> list[tuple[Granted, list[int]]]:
         names = lease.grant.segments
         starts = range(0, max(len(names), 1), MAX_FDS_PER_MESSAGE)
         messages = []
@@ -121,7 +144,26 @@ class Handover:
             part = names[start : start + MAX_FDS_PER_MESSAGE]
             granted = Granted(segments=part, lease=lease.id, last=start == starts[-1])
             messages.append((granted, [self._descriptor_of(name) for name in part]))
-        return lease, messages
+        return messages
+
+    def authorize(self, peer: Peer) -> bytes:
+        """A permit for one request of the owner. Raises NotPermitted for anyone else."""
+        owner = os.geteuid()
+        if peer.uid not in (0, owner):
+            raise NotPermitted(request="authorize", owner=owner, problem=f"uid {peer.uid} asked")
+        return self._permits.issue(peer)
+
+    def evict(self, lease_id: int) -> None:
+        """Ends a lease, after telling its holder. Raises UnknownLease."""
+        lease = self._leases.find(lease_id)
+        for connection in list(self._connections):
+            if connection.lease is lease:
+                log.warning("evicting lease %d (pid %d)", lease.id, lease.peer.pid)
+                connection.send(Failed.of(Evicted(lease=lease_id)))
+                connection.close()
+
+    def seen(self, lease: Lease) -> None:
+        self._leases.seen(lease)
 
     def forget(self, connection: _Connection, lease: Lease | None) -> None:
         self._connections.discard(connection)
@@ -171,14 +213,33 @@ class _Connection:
         try:
             if flags & socket.MSG_TRUNC or ancillary:
                 raise MalformedMessage(problem="the message is too long, or came with descriptors")
-            request: Redeem = decode(frame, Redeem, limit=MAX_HANDOVER_BYTES)[1]
-            if self._lease is not None:
-                raise NotAllowedNow(request="redeem", state="leased to this connection")
-            self._grant(request.ticket)
+            request: HandoverRequest = decode(frame, HandoverRequest, limit=MAX_HANDOVER_BYTES)[1]
+            self._obey(request)
         except EngramError as error:
             log.warning("pid %d on the descriptor socket: %s", self._peer.pid, error)
             self.send(Failed.of(error))
             self.close()
+        except Exception as error:  # a bug of ours costs this peer its connection; the loop would only log it
+            log.exception("the descriptor socket failed pid %d", self._peer.pid)
+            self.send(Failed.of(InternalError(doing="handing descriptors out", problem=repr(error)[:500])))
+            self.close()
+
+    @property
+    def lease(self) -> Lease | None:
+        return self._lease
+
+    def _obey(self, request: HandoverRequest) -> None:
+        if isinstance(request, Authorize):
+            self.send(Authorized(permit=self._owner.authorize(self._peer)))
+            return
+        if isinstance(request, Beat):
+            if self._lease is None:
+                raise NotAllowedNow(request="beat", state="without a lease on this connection")
+            self._owner.seen(self._lease)
+            return
+        if self._lease is not None:
+            raise NotAllowedNow(request="redeem", state="leased to this connection")
+        self._grant(request.ticket)
 
     def _grant(self, ticket: bytes) -> None:
         self._lease, messages = self._owner.redeem(ticket, self._peer)
@@ -217,6 +278,15 @@ class _Connection:
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         self._owner.forget(self, self._lease)
+
+
+def _groups_of(peer_socket: socket.socket) -> tuple[int, ...]:
+    """Supplementary groups of the peer, which let it through the socket's mode as its main group does."""
+    try:
+        raw = peer_socket.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+    except OSError:
+        return ()
+    return struct.unpack(f"{len(raw) // 4}I", raw)
 
 
 def _close_unasked(ancillary: list[tuple[int, int, bytes]]) -> None:

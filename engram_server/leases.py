@@ -6,14 +6,12 @@ connection that redeems it. A lease lives exactly as long as that connection.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engram_client.errors import TicketInvalid, TooManyClients
-from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, LeaseStatus
-
-MAX_TICKETS = 4096
+from engram_client.errors import TicketInvalid, UnknownLease
+from engram_client.protocol import LeaseStatus
+from engram_server.tickets import Tickets
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,9 @@ class Leases:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._tickets: dict[bytes, tuple[float, Grant]] = {}
+        self._tickets: Tickets[Grant] = Tickets(now, "unredeemed tickets")
         self._leases: dict[int, Lease] = {}
+        self._seen: dict[int, float] = {}
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -59,31 +58,40 @@ class Leases:
 
     @property
     def open_tickets(self) -> int:
-        self._expire()
         return len(self._tickets)
+
+    @property
+    def held(self) -> int:
+        return len(self._leases)
 
     def issue(self, grant: Grant) -> bytes:
         """A new ticket for `grant`. Raises TooManyClients when too many are unredeemed."""
-        self._expire()
-        if len(self._tickets) >= MAX_TICKETS:
-            raise TooManyClients(what="unredeemed tickets", limit=MAX_TICKETS)
-        ticket = secrets.token_bytes(TICKET_BYTES)
-        self._tickets[ticket] = (self._now() + TICKET_LIFETIME_S, grant)
-        return ticket
+        return self._tickets.issue(grant)
 
     def redeem(self, ticket: bytes, peer: Peer) -> Lease:
         """Turns a ticket into a lease, once. Raises TicketInvalid."""
-        self._expire()
-        entry = self._tickets.pop(ticket, None)
-        if entry is None:
+        grant = self._tickets.take(ticket)
+        if grant is None:
             raise TicketInvalid()
         self._last_id += 1
-        lease = Lease(self._last_id, entry[1], peer, self._now())
+        lease = Lease(self._last_id, grant, peer, self._now())
         self._leases[lease.id] = lease
+        self._seen[lease.id] = lease.since
         return lease
+
+    def seen(self, lease: Lease) -> None:
+        """The holder has given a sign of life."""
+        self._seen[lease.id] = self._now()
 
     def release(self, lease: Lease) -> None:
         self._leases.pop(lease.id, None)
+        self._seen.pop(lease.id, None)
+
+    def find(self, lease_id: int) -> Lease:
+        """The lease of that number. Raises UnknownLease."""
+        if lease_id not in self._leases:
+            raise UnknownLease(lease=lease_id, held=list(self._leases)[:100])
+        return self._leases[lease_id]
 
     def snapshot(self) -> tuple[LeaseStatus, ...]:
         now = self._now()
@@ -99,15 +107,7 @@ class Leases:
                 device=lease.grant.device,
                 layers=lease.grant.layers,
                 age_s=now - lease.since,
+                last_seen_s=now - self._seen[lease.id],
             )
             for lease in self._leases.values()
         )
-
-    def _expire(self) -> None:
-        # Insertion order is expiry order: every ticket lives equally long.
-        now = self._now()
-        while self._tickets:
-            ticket = next(iter(self._tickets))
-            if self._tickets[ticket][0] > now:
-                return
-            del self._tickets[ticket]

@@ -116,7 +116,7 @@ def load(order: Order, reporter: Reporter) -> LoadResult:
     """The whole load. Raises one of the project's errors."""
     job = order.job
     # Never unmapped: the mappings end with this process, and it ends with the load.
-    targets = [_open(info, fd) for info, fd in zip(order.segments, order.fds, strict=True)]
+    targets = [open_target(info, fd) for info, fd in zip(order.segments, order.fds, strict=True)]
     with reporter.phase("allocating", sum(info.nbytes for info in order.segments)):
         pageable = [target for target in targets if isinstance(target, HostTarget)]
         remarks = _allocate(job, pageable, reporter)
@@ -145,19 +145,19 @@ def load(order: Order, reporter: Reporter) -> LoadResult:
     return _result(job, targets, digests, coverage, remarks, reporter, stored, used_direct)
 
 
-def _open(info: SegmentInfo, fd: int) -> Target:
-    """The segment mapped for writing. Raises MapFailed or a CudaError."""
+def open_target(info: SegmentInfo, fd: int, writable: bool = True) -> Target:
+    """The segment mapped, for writing or only for Target.read. Raises MapFailed or a CudaError."""
     if info.backing in PAGEABLE:
-        return HostTarget(info, HostMapping(fd, info.nbytes, True, info.page_bytes, info.id), fd)
+        return HostTarget(info, HostMapping(fd, info.nbytes, writable, info.page_bytes, info.id), fd)
     if info.backing is Backing.CUDA_HOST:
-        # For the CPU alone, so that no context is made: the fill touches no GPU.
+        # For the CPU alone, so that no context is made: neither fill nor check touches a GPU.
         return CpuTarget(
             info,
             VmmMapping(
-                fd, info.nbytes, cuda_driver(), None, host_access=True, writable=True, page_bytes=info.page_bytes
+                fd, info.nbytes, cuda_driver(), None, host_access=True, writable=writable, page_bytes=info.page_bytes
             ),
         )
-    return DeviceTarget(info, fd, cuda_driver())
+    return DeviceTarget(info, fd, cuda_driver(), writable)
 
 
 def _result(
@@ -240,7 +240,7 @@ def _judge_coverage(job: LoadJob, targets: list[HostTarget], coverage: dict[str,
     return [remark for remark in found if remark]
 
 
-def _die_with_parent(connection: socket.socket) -> None:
+def die_with_parent(connection: socket.socket) -> None:
     """SIGKILL when the parent's thread ends; and, should that have been before this call, an end at EOF."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -252,19 +252,22 @@ def _die_with_parent(connection: socket.socket) -> None:
     threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
-def _be_killed_first() -> None:
+def be_killed_first() -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 def main() -> int:
     """Exit status 0 when the parent has been told the outcome, good or bad."""
+    # A service manager asks every process of the unit to end. Were this one first, the daemon would take its
+    # orderly stop for a failed load; it ends this process itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.setblocking(True)
-    _be_killed_first()
+    be_killed_first()
     with connection.makefile("rb") as stream:
         order: Order = receive_message(stream, Order)
-    _die_with_parent(connection)
+    die_with_parent(connection)
     reporter = Reporter(connection)
     outcome: LoadResult | Failed
     try:

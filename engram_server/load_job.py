@@ -100,13 +100,35 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     remarks: tuple[str, ...]
 
 
+class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="check_order"):
+    """Parent to child: pieces of segments to digest again."""
+
+    segments: tuple[SegmentInfo, ...]
+    fds: tuple[int, ...]
+    pieces: dict[str, tuple[PieceDigest, ...]]
+    """By segment id."""
+    threads: int
+    gentle: bool
+    """Whether everything else on the machine goes first."""
+
+
+class Checked(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="checked"):
+    """How a check ended."""
+
+    nbytes: int
+    seconds: float
+    damage: tuple[Failed, ...]
+    """A DigestMismatch for each piece that is not what was loaded."""
+
+
+CheckMessage = ProgressUpdate | Checked | Failed
 ChildMessage = ProgressUpdate | LoadResult | Failed
 
 _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: Order | ChildMessage) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """A message as it goes over the stream between parent and child: its length, then its msgpack bytes."""
     body = _encoder.encode(message)
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body

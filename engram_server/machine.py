@@ -16,6 +16,24 @@ import msgspec
 _TMPFS_MAGIC = 0x01021994
 _RAMFS_MAGIC = 0x858458F6
 _HUGETLBFS_MAGIC = 0x958458F6
+_NAMES = {
+    _TMPFS_MAGIC: "tmpfs",
+    _RAMFS_MAGIC: "ramfs",
+    _HUGETLBFS_MAGIC: "hugetlbfs",
+}
+_OTHER_NAMES = {
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x2FC12FC1: "zfs",
+    0x6969: "nfs",
+    0x0BD00BD0: "lustre",
+    0x00C36400: "ceph",
+    0x65735546: "fuse",
+    0x01021997: "9p",
+    0x794C7630: "overlay",
+    0xFE534D42: "smb",
+}
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as the largest multiple of a page; no machine has an exbibyte."""
 
@@ -256,11 +274,17 @@ def file_system(base: Path, path: str) -> FileSystem | None:
     stat = os.statvfs(folder)
     return FileSystem(
         path=path,
-        kind={_TMPFS_MAGIC: "tmpfs", _RAMFS_MAGIC: "ramfs", _HUGETLBFS_MAGIC: "hugetlbfs"}.get(magic, f"{magic:#x}"),
+        kind=_NAMES.get(magic, f"{magic:#x}"),
         total=stat.f_blocks * stat.f_frsize,
         available=stat.f_bavail * stat.f_frsize,
         page_bytes=stat.f_bsize,
     )
+
+
+def file_system_name(path: str) -> str:
+    """What a person calls the file system of `path`, or its magic number. Raises OSError."""
+    magic = _magic(Path(path))
+    return (_NAMES | _OTHER_NAMES).get(magic, f"file system {magic:#x}")
 
 
 def is_hugetlb(fd: int) -> bool:

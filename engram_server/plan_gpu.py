@@ -30,7 +30,8 @@ def plan_devices(
     if not gpus.devices:
         raise NoGpu(problem=gpus.problem or "no CUDA device was found")
     per_node = options.replication is Replication.PER_NODE
-    used = gpus.devices if per_node else gpus.devices[: len(ranks)]
+    # Ranks may share a GPU; a copy is spread over each GPU once.
+    used = tuple(dict.fromkeys(gpus.devices)) if per_node else gpus.devices[: len(ranks)]
     if not per_node and len(ranks) > len(gpus.devices):
         raise TooFewGpus(ranks=len(ranks), gpus=len(gpus.devices))
     peer_read = options.lookup is Lookup.PEER_READ and not per_node
@@ -87,7 +88,7 @@ def _segment(name: str, table: TableGeometry, rows: Shard, rank: int | None, gpu
 def _check_peers(used: Sequence[Gpu]) -> None:
     for gpu in used:
         for other in used:
-            if other is not gpu and other.uuid not in gpu.peers:
+            if other.uuid != gpu.uuid and other.uuid not in gpu.peers:
                 raise PeerAccessMissing(device=gpu.uuid, peer=other.uuid, reason="the driver reports no peer access")
 
 
@@ -95,7 +96,7 @@ def _check_memory(segments: Sequence[SegmentInfo], used: Sequence[Gpu]) -> None:
     needed: dict[str, int] = defaultdict(int)
     for segment in segments:
         needed[str(segment.device)] += segment.nbytes
-    short = [gpu for gpu in used if needed[gpu.uuid] + LOADER_CONTEXT_BYTES > gpu.free]
+    short = [gpu for gpu in dict.fromkeys(used) if needed[gpu.uuid] + LOADER_CONTEXT_BYTES > gpu.free]
     if short:
         raise NotEnoughGpuMemory(
             gpus=[gpu.uuid for gpu in short],

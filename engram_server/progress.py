@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -38,9 +39,16 @@ class ProgressDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
 
     def show(self, progress: LoadProgress) -> None:
+        try:
+            self._show(progress)
+        except OSError:  # the terminal is gone; the load does not need it
+            self._bar = None
+
+    def _show(self, progress: LoadProgress) -> None:
         if self._bar is not None:
             self._bar.update(
                 self._task, description=progress.phase, completed=progress.done_bytes, total=progress.total_bytes

@@ -1,6 +1,6 @@
 """The daemon's life: own the endpoint, plan, load, serve, drain.
 
-    STARTING -> LOADING -> READY -> DRAINING
+    STARTING -> LOADING -> READY -> DEGRADED -> DRAINING      (all of them: state.py)
          any of these -> FAILED, whose error is the exit code
 
 Sockets come first, so that clients can wait for the load and hear why it failed.
@@ -14,63 +14,82 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
-from engram_client.errors import EXIT_OK, EngramError, InternalError, LoadFailed, ServerDraining
-from engram_client.identity import TableIdentity
-from engram_client.layout import ModelGeometry, parse_model_geometry
+from engram_client.errors import (
+    EXIT_OK,
+    EngramError,
+    InternalError,
+    LoadFailed,
+    NotAllowedNow,
+    NotPermitted,
+    ServerDraining,
+)
 from engram_client.protocol import (
     Attach,
+    Done,
+    Drain,
+    Evict,
     Failed,
     LoadProgress,
-    LoadReport,
     Progress,
     Reply,
     Request,
     SegmentStatus,
     State,
+    Status,
     StatusReply,
-    TableInfo,
+    Verify,
     endpoint_tag,
 )
 from engram_client.version import VERSION
-from engram_server import attach, gpus, state
-from engram_server.bring_up import allocate_and_load
-from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
+from engram_server import attach, state
+from engram_server.background import BackgroundCheck
 from engram_server.config import LoadedConfig
 from engram_server.control import Asker, Control
+from engram_server.fdstore import ServiceManager
 from engram_server.handover import Handover
-from engram_server.leases import Leases
-from engram_server.load_job import LoadResult, make_job
-from engram_server.machine import Machine
-from engram_server.plan import Plan, make_plan
+from engram_server.holding import Holding
+from engram_server.keep import Keeper
+from engram_server.leases import Leases, Peer
 from engram_server.progress import ProgressDisplay
-from engram_server.segments import Segment, remove_stale
 from engram_server.sockets import EndpointLock, listen_for_handover
+from engram_server.tickets import Tickets
 
 log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 5.0
 """How long a draining daemon waits for tickets it has given out to be redeemed."""
 MAX_WAITING = 4096
+START_EXTENSION_S = 120.0
+"""How much longer a service manager is asked to wait for a daemon that loads, each time it reports progress."""
 
 
 class Service:
     """One daemon. `run` returns when it has drained and raises the error that ended it otherwise."""
 
-    def __init__(self, loaded: LoadedConfig, lock: EndpointLock) -> None:
+    def __init__(self, loaded: LoadedConfig, lock: EndpointLock, manager: ServiceManager | None = None) -> None:
         self._config = loaded.config
+        self._manager = manager or ServiceManager()
         self._lock = lock
         self._state = State.STARTING
         self._epoch = secrets.token_hex(8)
         self._started = time.monotonic()
         self._tag = endpoint_tag(self._config.control.endpoint)
         self._leases = Leases(time.monotonic)
+        self._permits: Tickets[Peer] = Tickets(time.monotonic, "unused permits")
         self._waiting: dict[Asker, Attach] = {}
-        self._plan: Plan | None = None
-        self._segments: dict[str, Segment] = {}
-        self._result: LoadResult | None = None
-        self._tables: tuple[TableInfo, ...] = ()
+        self._keeper = Keeper(self._config, self._tag, self._manager)
+        self._holding = Holding(self._config, self._tag, self._epoch, self._keeper)
+        self._check = BackgroundCheck(self._holding, self._on_damage)
+        self._handlers: dict[type[Request], Callable[[Asker, Any], Reply | None]] = {
+            Attach: self._on_attach,
+            Status: lambda asker, request: self._status(),
+            Verify: lambda asker, request: self._on_verify(),
+            Evict: lambda asker, request: self._on_evict(request),
+            Drain: lambda asker, request: self._on_drain(request),
+        }
         self._progress: LoadProgress | None = None
         self._failure: EngramError | None = None
         self._stop = asyncio.Event()
@@ -89,13 +108,15 @@ class Service:
 
     async def run(self) -> int:
         """Serves until `stop`. Returns EXIT_OK; raises the EngramError that ended the daemon."""
+        watchdog = asyncio.create_task(self._show_life(), name="watchdog")
         try:
             self._handover = Handover(
                 listen_for_handover(self._lock.handover_path, self._config.control),
                 self._config.control,
                 self._epoch,
                 self._leases,
-                lambda name: self._segments[name].readable_fd,
+                self._permits,
+                lambda name: self._holding.segments[name].readable_fd,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
             if await self._until_stopped(self._bring_up()):
@@ -106,7 +127,15 @@ class Service:
             await self._fail(error)
             raise
         finally:
+            watchdog.cancel()
             await self._tear_down()
+
+    async def _show_life(self) -> None:
+        """Tells the service manager, twice in each of its intervals, that this loop turns."""
+        interval = self._manager.watchdog_s
+        while interval is not None:
+            self._manager.alive()
+            await asyncio.sleep(interval / 2)
 
     # Bringing the tables up
 
@@ -116,92 +145,38 @@ class Service:
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return not self._stop.is_set()
-            return False
+            if self._stop.is_set():  # what is not done, or has failed meanwhile, does not matter any more
+                return False
+            task.result()
+            return True
         finally:
             for pending in (task, stopping):
                 pending.cancel()
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     async def _bring_up(self) -> None:
-        for path in remove_stale(self._tag, self._config.host.path):
-            log.info("removed %s, which a daemon that died had left", path)
-        model, sources = await asyncio.to_thread(self._read_source)
-        machine = Machine.read(folder=self._config.host.path)
-        found = await asyncio.to_thread(gpus.read, self._config)  # the first call to a driver takes its time
-        self._plan = make_plan(self._config, model, machine, found)
-        for remark in self._plan.remarks:
-            log.warning("%s", remark)
-        log.info("%s", self._plan.log_line)
-        self._enter(State.LOADING)
-        job = make_job(self._plan, self._config, sources, machine.cpus)
         with ProgressDisplay() as display:
 
             def report(progress: LoadProgress) -> None:
                 self._progress = progress
                 display.show(progress)
                 self._tell_waiting(Progress(state=self._state, load=progress))
+                share = 100 * progress.done_bytes // max(progress.total_bytes, 1)
+                self._manager.status(f"{progress.phase}: {share} %", extend_start_s=START_EXTENSION_S)
 
-            self._result = await allocate_and_load(self._plan, self._tag, job, self._segments, report)
-        segments = list(self._segments.values())
-        for segment in segments:
-            segment.seal()
-        self._tables = self._table_infos(segments, self._result)
-        self._log_loaded(self._result)
+            await self._holding.obtain(self._enter, report)
+        log.info("%s", self._keeper.outlook)
         self._enter(State.READY)
+        if self._holding.adopted and self._config.load.verify != "off":
+            self._check.start(full=False)
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
-
-    def _read_source(self) -> tuple[ModelGeometry, tuple[TableSource, ...] | None]:
-        """The tables' shape, and where their bytes are; None for the latter where they are generated."""
-        config = self._config
-        if config.load_format == "auto":
-            opened = open_checkpoint(str(config.model_path))
-            return opened.model, opened.sources
-        if config.geometry is not None:
-            return parse_model_geometry(config.geometry, "geometry"), None
-        return read_model_geometry(str(config.model_path)), None
-
-    def _table_infos(self, segments: Sequence[Segment], result: LoadResult) -> tuple[TableInfo, ...]:
-        plan = self._planned
-        return tuple(
-            TableInfo(
-                geometry=geometry,
-                identity=TableIdentity.of(geometry, result.roots.get(geometry.layer_id)),
-                segments=tuple(s.info for s in segments if s.info.layer_id == geometry.layer_id),
-            )
-            for geometry in plan.tables
-        )
-
-    def _log_loaded(self, result: LoadResult) -> None:
-        report = result.report
-        for remark in result.remarks:
-            log.warning("%s", remark)
-        for table in self._tables:
-            log.info("layer %d: %d rows, root %s", table.geometry.layer_id, table.geometry.rows, table.identity.root)
-        log.info(
-            "loaded %d bytes in %.2f s (allocate %.2f s, fill %.2f s, %.2f GB/s, verify %.2f s) with %d threads",
-            report.bytes_read,
-            report.seconds,
-            report.allocate_seconds,
-            report.fill_seconds,
-            report.bytes_per_second / 1e9,
-            report.verify_seconds,
-            report.threads,
-        )
-
-    @property
-    def _planned(self) -> Plan:
-        if self._plan is None:
-            raise InternalError(doing="serving", problem="there is no plan yet")
-        return self._plan
 
     # Serving
 
     async def _serve(self) -> None:
-        log.info("ready: %s serves %d tables", self._config.control.endpoint, len(self._tables))
+        log.info("ready: %s serves %d tables", self._config.control.endpoint, len(self._holding.tables))
+        self._manager.ready(f"serving {len(self._holding.tables)} tables")
         control = self._control.task if self._control else None
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
@@ -214,15 +189,49 @@ class Service:
             stopping.cancel()
 
     def _handle(self, asker: Asker, request: Request) -> Reply | None:
-        if isinstance(request, Attach):
-            if self._state is State.DRAINING:
-                raise ServerDraining()
-            if self._state is State.FAILED:
-                raise self._load_failed()
-            if self._state in state.WAITS[Attach] and request.wait:
-                return self._wait(asker, request)
-            return self._answer_attach(request)
-        return self._status()
+        """Checks state.RULES, then does what is asked. Raises NotAllowedNow, NotPermitted and the request's own."""
+        rule = state.RULES[type(request)]
+        if self._state not in rule.answered | rule.waits:
+            self._refuse(request)
+        if rule.role is state.Role.OWNER and self._permits.take(getattr(request, "permit", b"")) is None:
+            problem = "the permit is unknown, used or expired"
+            raise NotPermitted(request=str(request.__struct_config__.tag), owner=os.geteuid(), problem=problem)
+        return self._handlers[type(request)](asker, request)
+
+    def _refuse(self, request: Request) -> NoReturn:
+        if isinstance(request, Attach) and self._state is State.DRAINING:
+            raise ServerDraining()
+        if isinstance(request, Attach) and self._state is State.FAILED:
+            raise self._load_failed()
+        raise NotAllowedNow(request=str(request.__struct_config__.tag), state=self._state.value)
+
+    def _on_attach(self, asker: Asker, request: Attach) -> Reply:
+        if self._state in state.RULES[Attach].waits and request.wait:
+            return self._wait(asker, request)
+        return self._answer_attach(request)
+
+    def _on_verify(self) -> Reply:
+        self._check.start()
+        return Done()
+
+    def _on_evict(self, request: Evict) -> Reply:
+        if self._handover is not None:
+            self._handover.evict(request.lease)
+        return Done()
+
+    def _on_drain(self, request: Drain) -> Reply:
+        log.info("asked to drain%s", " and to free all memory" if request.free else "")
+        if request.free:
+            self._keeper.let_go()
+        self.stop()
+        return Done()
+
+    def _on_damage(self, segments: set[str]) -> None:
+        """Ranks that are attached cannot be helped; no other is given damaged memory, nor is the next daemon."""
+        self._holding.mark_damaged(segments)
+        if State.DEGRADED in state.TRANSITIONS[self._state]:
+            self._enter(State.DEGRADED)
+        self._manager.status(f"degraded: {', '.join(sorted(segments))} damaged in memory, restart to load again")
 
     def _wait(self, asker: Asker, request: Attach) -> Reply:
         attach.check_wait(len(self._waiting), MAX_WAITING)
@@ -235,15 +244,16 @@ class Service:
                 request,
                 self._state,
                 self._epoch,
-                self._plan.options if self._plan else None,
-                self._tables,
+                self._holding.plan.options if self._holding.plan else None,
+                self._holding.tables,
                 self._leases,
+                self._holding.damaged,
             )
         except EngramError as error:
             return Failed.of(error)
 
     def _status(self) -> StatusReply:
-        plan, result = self._plan, self._result
+        holding, plan, result = self._holding, self._holding.plan, self._holding.result
         huge = result.huge_bytes if result else {}
         return StatusReply(
             state=self._state,
@@ -254,19 +264,19 @@ class Service:
             options=plan.options if plan else None,
             backing_reason=plan.backing_reason if plan else "",
             load=self._progress,
-            report=self._report,
-            tables=self._tables,
+            report=result.report if result else None,
+            tables=holding.tables,
             segments=tuple(
                 SegmentStatus(info=s.info, huge_bytes=huge.get(s.info.id, 0), numa=self._config.host.numa)
-                for s in self._segments.values()
+                for s in holding.segments.values()
             ),
             leases=self._leases.snapshot(),
+            lease_count=self._leases.held,
             failure=str(self._failure) if self._failure else None,
+            adopted=holding.adopted,
+            outlook=self._keeper.outlook,
+            check=self._check.status,
         )
-
-    @property
-    def _report(self) -> LoadReport | None:
-        return self._result.report if self._result else None
 
     def _enter(self, reached: State) -> None:
         self._state = state.follow(self._state, reached)
@@ -280,17 +290,24 @@ class Service:
         return waiting
 
     def _tell_waiting(self, progress: Progress) -> None:
-        for asker in self._waiting:
-            asyncio.ensure_future(self._reply(asker, progress))  # noqa: RUF006  ROUTER never blocks: it is done at once
+        asyncio.ensure_future(self._tell(progress))  # noqa: RUF006  sending never blocks: it is done at once
 
-    async def _reply(self, asker: Asker, reply: Reply) -> None:
-        if self._control is not None:
-            await self._control.send(asker, reply)
+    async def _tell(self, progress: Progress) -> None:
+        for asker in list(self._waiting):
+            if not await self._reply(
+                asker, progress
+            ):  # gone: it must not take a place, and a ticket when all is loaded
+                self._waiting.pop(asker, None)
+
+    async def _reply(self, asker: Asker, reply: Reply) -> bool:
+        """False when the asker is gone."""
+        return self._control is not None and await self._control.send(asker, reply)
 
     # Ending
 
     async def _drain(self) -> None:
         self._enter(State.DRAINING)
+        self._manager.stopping()
         log.info("draining: %s", self._leases)
         for asker, _ in self._take_waiting():
             await self._reply(asker, Failed.of(ServerDraining()))
@@ -312,10 +329,10 @@ class Service:
         return LoadFailed(cause_code=failure.code if failure else "", cause=str(failure))
 
     async def _tear_down(self) -> None:
+        await self._check.stop()
         if self._control is not None:
             await self._control.close()
         if self._handover is not None:
             self._handover.close()
-        for segment in self._segments.values():
-            segment.discard()
+        self._holding.give_up()
         self._lock.release()

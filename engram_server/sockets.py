@@ -29,8 +29,13 @@ class EndpointLock:
         self.handover_path = handover_path(control.endpoint, control.handover)
         for path in (self.control_path, self.handover_path):
             _make_folder(os.path.dirname(path), control)
-        self._path = self.control_path + ".lock"
-        self._fd = _locked(self._path, control.endpoint)
+        self._fds = [_locked(self.control_path + ".lock", control.endpoint)]
+        try:
+            if control.handover is not None:  # elsewhere, where the daemon of another endpoint may have its own
+                self._fds.append(_locked(self.handover_path + ".lock", self.handover_path))
+        except BaseException:
+            os.close(self._fds.pop())
+            raise
         try:
             for path in (self.control_path, self.handover_path):
                 _remove_stale(path)
@@ -44,17 +49,19 @@ class EndpointLock:
     def release(self) -> None:
         """Removes the sockets, gives the endpoint up. The lock file itself stays: removing it would let two
         daemons lock two different files of one name."""
-        if self._fd < 0:
+        if not self._fds:
             return
         for path in (self.control_path, self.handover_path):
             with contextlib.suppress(OSError, SocketUnavailable):
                 _remove_stale(path)
-        os.close(self._fd)
-        self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def _make_folder(folder: str, control: ControlConfig) -> None:
     mode = 0o750 if control.gids else 0o700
+    if set(control.uids) - {os.geteuid()}:
+        mode |= 0o011  # users have to pass through; the sockets' modes and the peer's uid decide about the rest
     try:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         try:

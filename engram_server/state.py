@@ -1,23 +1,49 @@
-"""The daemon's states as data: which follow which, and which requests each may answer."""
+"""The daemon's states as data: which follow which, and who may ask for what in which of them."""
 
 from __future__ import annotations
 
-from engram_client.protocol import Attach, Request, State, Status
+import enum
+from dataclasses import dataclass
+
+from engram_client.protocol import Attach, Drain, Evict, Request, State, Status, Verify
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.LOADING, State.DRAINING, State.FAILED}),
+    # straight to READY where everything was taken over from an earlier daemon
+    State.STARTING: frozenset({State.LOADING, State.READY, State.DRAINING, State.FAILED}),
     State.LOADING: frozenset({State.READY, State.DRAINING, State.FAILED}),
-    State.READY: frozenset({State.DRAINING, State.FAILED}),
+    State.READY: frozenset({State.DEGRADED, State.DRAINING, State.FAILED}),
+    State.DEGRADED: frozenset({State.DRAINING, State.FAILED}),
     State.DRAINING: frozenset(),
     State.FAILED: frozenset(),
 }
 
-WAITS: dict[type[Request], frozenset[State]] = {Attach: frozenset({State.STARTING, State.LOADING})}
-"""Requests that may wait for the next state instead of being refused."""
 
-ANSWERS: dict[type[Request], frozenset[State]] = {
-    Attach: frozenset({State.READY}),
-    Status: frozenset(State),
+class Role(enum.StrEnum):
+    """Who asks."""
+
+    PEER = "peer"
+    """Whoever the control socket's mode lets in."""
+    OWNER = "owner"
+    """The daemon's own user, or root: shown by a permit from the handover socket."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Of one request: who may make it, in which states it is answered, and in which it may wait for one."""
+
+    role: Role
+    answered: frozenset[State]
+    waits: frozenset[State] = frozenset()
+
+
+_SERVING = frozenset({State.READY, State.DEGRADED})
+
+RULES: dict[type[Request], Rule] = {
+    Attach: Rule(Role.PEER, _SERVING, frozenset({State.STARTING, State.LOADING})),
+    Status: Rule(Role.PEER, frozenset(State)),
+    Verify: Rule(Role.OWNER, _SERVING),
+    Evict: Rule(Role.OWNER, _SERVING | {State.DRAINING}),
+    Drain: Rule(Role.OWNER, frozenset(State)),
 }
 
 

@@ -45,18 +45,43 @@ def verify(
 ) -> None:
     """Digests the pieces anew. Raises DigestMismatch, naming the segment and rows of the first that differs."""
 
+    def stop_at(mismatch: DigestMismatch) -> None:
+        raise mismatch
+
+    _compare(work, threads, on_done, stop_at)
+
+
+def damage(
+    work: Sequence[tuple[Readable, PieceDigest]],
+    threads: int,
+    on_done: Callable[[int], None] = lambda nbytes: None,
+) -> list[DigestMismatch]:
+    """Digests all pieces anew; every one that differs, by segment and rows."""
+    found: list[DigestMismatch] = []
+    _compare(work, threads, on_done, found.append)
+    return sorted(found, key=lambda mismatch: (mismatch.segment, mismatch.row_start))
+
+
+def _compare(
+    work: Sequence[tuple[Readable, PieceDigest]],
+    threads: int,
+    on_done: Callable[[int], None],
+    on_mismatch: Callable[[DigestMismatch], None],
+) -> None:
     def check(items: Iterator[tuple[Readable, PieceDigest]], stop: threading.Event) -> None:
         values = aligned_buffer(_CHUNK_ROWS * ROW_VALUES)[: _CHUNK_ROWS * ROW_VALUES]
         scales = aligned_buffer(BLOCK_ROWS * ROW_SCALES)
         for segment, piece in items:
             found = _digest(segment, piece, values, scales, on_done)
             if found != piece.digest:
-                raise DigestMismatch(
-                    segment=segment.info.id,
-                    row_start=piece.row_start,
-                    row_stop=piece.row_stop,
-                    expected=piece.digest.hex(),
-                    found=found.hex(),
+                on_mismatch(
+                    DigestMismatch(
+                        segment=segment.info.id,
+                        row_start=piece.row_start,
+                        row_stop=piece.row_stop,
+                        expected=piece.digest.hex(),
+                        found=found.hex(),
+                    )
                 )
 
     run_threads(check, work, threads)

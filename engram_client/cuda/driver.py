@@ -1,7 +1,8 @@
-"""Every CUDA driver call of this project's memory side, as one interface on plain numbers.
+"""Every CUDA driver call of this project as one interface on plain numbers.
 
-Handles, addresses and streams are ints, so that nothing here needs the bindings and a test's driver can be
-written without them. Methods are named after the call they make; each raises CudaCallFailed with that call,
+Handles, addresses and streams are ints (only a kernel is an object of the bindings: making it from an int costs
+more than the rest of a launch), so that nothing here needs the bindings and a test's driver can be written
+without them. Methods are named after the call they make; each raises CudaCallFailed with that call,
 the driver's own name of the code, and a remedy.
 
 What needs a context is said with each method. The owner of the tables never makes one: a primary context
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from engram_client.errors import CudaCallFailed
 
@@ -164,6 +165,25 @@ class Driver(Protocol):
         """To host memory; done when it returns."""
         ...
 
+    # Kernels; in the current context
+
+    def library_load(self, code: bytes) -> int:
+        """The kernels of a cubin; they stay loaded for the life of the process."""
+        ...
+
+    def library_kernel(self, library: int, name: str) -> Any:
+        """Kernel `name`, loaded for the current context's GPU, as `launch` takes it."""
+        ...
+
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
+        """`parameters`: address of the array of pointers to the kernel's parameters, read before it returns.
+        The way of every lookup: implementations do nothing but the call."""
+        ...
+
+    def memset_words_async(self, address: int, word: int, count: int, stream: int) -> None:
+        """`count` 32-bit words from `address` on."""
+        ...
+
 
 # What failures mean
 
@@ -176,10 +196,14 @@ REMEDIES: Final = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU or the host, or serve smaller shards",
     "CUDA_ERROR_NOT_PERMITTED": "the driver or the container forbids it; for FABRIC an IMEX channel is needed",
     "CUDA_ERROR_NOT_SUPPORTED": "this driver or GPU cannot do it: update the driver, or choose another backing",
+    "CUDA_ERROR_INVALID_HANDLE": "use a stream of the GPU that the table is mapped on",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "remove the kernel cache, and update nvidia-cuda-nvrtc to a version for this GPU",
     "CUDA_ERROR_INVALID_CONTEXT": "make the GPU's context current (torch.cuda.set_device) before the call",
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "something else of this process registered the same memory: undo it",
     "CUDA_ERROR_ILLEGAL_ADDRESS": _RESTART,
+    "CUDA_ERROR_MISALIGNED_ADDRESS": _RESTART,
     "CUDA_ERROR_LAUNCH_FAILED": _RESTART,
+    "CUDA_ERROR_ASSERT": _RESTART,
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory is faulty: see nvidia-smi -q -d ECC",
 }
 NO_REMEDY: Final = "see the driver's log (dmesg, Xid) and report it with this message"

@@ -48,6 +48,7 @@ class RealDriver:
             Space.DEVICE: spaces.CU_MEM_LOCATION_TYPE_DEVICE,
             Space.HOST_NUMA: spaces.CU_MEM_LOCATION_TYPE_HOST_NUMA,
         }
+        self._launch = driver.cuLaunchKernel
 
     def __repr__(self) -> str:
         return f"<RealDriver {self.version()}, {self.device_count()} devices>"
@@ -245,3 +246,19 @@ class RealDriver:
 
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoH", target, source, nbytes)
+
+    # Kernels
+
+    def library_load(self, code: bytes) -> int:
+        return int(self._call("cuLibraryLoadData", code, [], [], 0, [], [], 0))
+
+    def library_kernel(self, library: int, name: str) -> Any:
+        return self._call("cuKernelGetFunction", self._call("cuLibraryGetKernel", library, name.encode()))
+
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
+        (code,) = self._launch(kernel, grid[0], grid[1], 1, threads, 1, 1, 0, stream, parameters, 0)
+        if code:
+            self._check("cuLaunchKernel", self._cu.CUresult(int(code)))
+
+    def memset_words_async(self, address: int, word: int, count: int, stream: int) -> None:
+        self._call("cuMemsetD32Async", address, word, count, stream)

@@ -61,6 +61,11 @@ def raw_out(out: Tensor | None, ids_shape: Sequence[int], device: torch.device) 
     return _out(out, (*ids_shape, ROW_BYTES), torch.uint8, device)
 
 
+def stored_out(out: Tensor | None, ids_shape: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """`out`, or a new tensor: contiguous uint8 `[*ids_shape, width]` on `device`. Raises OutInvalid."""
+    return _out(out, (*ids_shape, width), torch.uint8, device)
+
+
 def _out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)

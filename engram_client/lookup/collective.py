@@ -10,7 +10,7 @@ each row has one owner, so that a sum of the bits as int32 is the row itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from engram_client.api import Tokens
 from engram_client.errors import CountsInvalid, GroupInvalid, GroupRankMismatch, IdsShapeInvalid
 from engram_client.layout import ROW_BYTES, ROW_VALUES, Shard, TableGeometry
+from engram_client.lookup import runtime
 from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids
 
 PADDING = -1
@@ -37,17 +38,50 @@ class LocalRows(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    @property
+    def counts_itself(self) -> bool:
+        """Whether lookups tell nothing of invalid ids, for the device counts them when it comes to them."""
+        ...
+
+    @property
+    def counted(self) -> Invalid:
+        """Invalid ids that the device counted by itself since the start, and that no call returned."""
+        ...
+
     def lookup(
-        self, ids: Tensor, out: Tensor | None = None, *, hashed: bool, columns: tuple[int, int] | None = None
+        self,
+        ids: Tensor,
+        out: Tensor | None = None,
+        *,
+        hashed: bool,
+        columns: tuple[int, int] | None = None,
+        count: bool = True,
     ) -> Found: ...
 
     def lookup_raw(
-        self, ids: Tensor, out: Tensor | None = None, *, hashed: bool, columns: tuple[int, int] | None = None
+        self, ids: Tensor, *, hashed: bool, columns: tuple[int, int] | None = None, count: bool = True
     ) -> Found: ...
+
+    def lookup_stored(self, ids: Tensor, values: Tensor, scales: Tensor, *, hashed: bool) -> Invalid: ...
 
     def count_invalid(self, ids: Tensor, *, hashed: bool) -> Invalid: ...
 
-    def assemble(self, packed: Tensor, order: Tensor, out: Tensor) -> None: ...
+    def assemble(self, received: Tensor, ids: Tensor, out: Tensor) -> Invalid:
+        """Dequantises what an exchange of raw rows left, uint8 `[ranks, tokens, columns / ranks, 264]` in any
+        shape, into `out`, bfloat16 `[tokens, columns, 256]`; tells of the invalid ones of the hashed `ids`."""
+        ...
+
+    def begin(
+        self,
+        ids: Tensor,
+        *,
+        hashed: bool,
+        raw: bool = False,
+        columns: tuple[int, int] | None = None,
+        count: bool = True,
+    ) -> Callable[[], Found]: ...
+
+    def close(self) -> None: ...
 
 
 class ShardedLookup:
@@ -76,6 +110,7 @@ class ShardedLookup:
         self._columns = len(geometry.columns)
         self._local = local
         self._alone = whole or world_size == 1
+        self._staged = False
         if not self._alone:
             found = dist.get_world_size(group) if dist.is_initialized() else 1
             if found != world_size:
@@ -83,6 +118,8 @@ class ShardedLookup:
             group_rank = dist.get_rank(group)
             if group_rank != rank:
                 raise GroupRankMismatch(group_rank=group_rank, rank=rank)
+            # gloo's collectives take host memory; its name is that of a backend, NCCL's group may have both.
+            self._staged = local.device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
 
     def lookup(
         self,
@@ -101,72 +138,138 @@ class ShardedLookup:
         Raises IdsDtypeInvalid, IdsDeviceInvalid, IdsShapeInvalid, OutInvalid or CountsInvalid, before anything
         was sent where one rank alone can tell.
         """
-        check_ids(ids, self._local.device, hashed, self._columns)
         if self._alone:
-            self._check_counts(ids, counts, same=tokens == "same")
+            if counts is not None:
+                check_ids(ids, self._local.device, hashed, self._columns)
+                self._check_counts(ids, counts, same=tokens == "same")
             return self._local.lookup(ids, out, hashed=hashed)
+        check_ids(ids, self._local.device, hashed, self._columns)
         out = bf16_out(out, ids.shape, self._local.device)
-        by_columns = hashed and self._local.shard.columns is not None
         if tokens == "same":
             self._check_counts(ids, counts, same=True)
-            return self._same_by_columns(ids, out) if by_columns else self._same_by_sum(ids, out, hashed)
+            if self._by_columns(hashed):
+                return self._exchange(self._read_columns(ids), ids, out)
+            return self._sum(self._local.lookup(ids, out, hashed=hashed))
         all_ids, counts = self._everybodys(ids, counts)
-        if all_ids is not None:
-            if by_columns:
-                self._own_by_columns(all_ids, counts, out)
-            else:
-                self._own_by_sum(all_ids, counts, out, hashed)
+        if all_ids is None:
+            return Found(out, self._local.count_invalid(ids, hashed=hashed))
+        if self._by_columns(hashed):
+            return Found(out, self._own_by_columns(all_ids, counts, ids, out))
+        self._own_by_sum(all_ids, counts, out, hashed)
         return Found(out, self._local.count_invalid(ids, hashed=hashed))
 
-    def _same_by_columns(self, ids: Tensor, out: Tensor) -> Found:
-        """Each rank reads its columns of all tokens; every rank gets all columns."""
-        own = self._local.shard.columns
-        rows = ids.numel() // self._columns
-        if rows:
-            mine = self._local.lookup_raw(ids, hashed=True, columns=own).rows
-            everything = mine.new_empty(self._world_size * mine.numel())
-            _all_gather(everything, mine.view(-1), group=self._group)
-            self._interleave(everything, rows, out)
-        return Found(out, self._local.count_invalid(ids, hashed=True))
+    def lookup_stored(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        *,
+        hashed: bool = False,
+        tokens: Tokens = "same",
+        counts: Sequence[int] | None = None,
+    ) -> Invalid:
+        """As `lookup`, but values and scales as stored: uint8 `[*ids.shape, 256]` and `[*ids.shape, 8]`."""
+        if self._alone:
+            self._check_counts(ids, counts, same=tokens == "same")
+            return self._local.lookup_stored(ids, values, scales, hashed=hashed)
+        check_ids(ids, self._local.device, hashed, self._columns)
+        if tokens == "same":
+            self._check_counts(ids, counts, same=True)
+            packed, invalid = self._local.lookup_raw(ids, hashed=hashed)
+            if packed.numel():
+                self._all_reduce(_as_int32(packed))
+        else:
+            all_ids, counts = self._everybodys(ids, counts)
+            packed = values.new_empty((*ids.shape, ROW_BYTES))
+            if all_ids is not None:
+                self._own_by_sum(all_ids, counts, packed, hashed)
+            invalid = self._local.count_invalid(ids, hashed=hashed)
+        values.copy_(packed[..., :ROW_VALUES])
+        scales.copy_(packed[..., ROW_VALUES:])
+        return invalid
 
-    def _same_by_sum(self, ids: Tensor, out: Tensor, hashed: bool) -> Found:
-        found = self._local.lookup(ids, out, hashed=hashed)
-        if ids.numel():
-            dist.all_reduce(_as_int32(out), group=self._group)
+    def prefetch(
+        self, ids: Tensor, *, hashed: bool = False, tokens: Tokens = "same", counts: Sequence[int] | None = None
+    ) -> Callable[[], Found]:
+        """Starts what needs no other rank; the call that it returns does the rest, and is a collective where
+        `lookup` is one. With the tokens of each rank its own, ids travel first: then all is done in that call."""
+        check_ids(ids, self._local.device, hashed, self._columns)
+        self._check_counts(ids, counts, same=tokens == "same")
+        if self._alone:
+            return self._local.begin(ids, hashed=hashed)
+        if tokens == "own":
+            return lambda: self.lookup(ids, hashed=hashed, tokens=tokens, counts=counts)
+        if not self._by_columns(hashed):
+            begun = self._local.begin(ids, hashed=hashed)
+            return lambda: self._sum(begun())
+        begun = self._local.begin(ids, hashed=True, raw=True, columns=self._local.shard.columns, count=False)
+        return lambda: self._exchange(begun().rows, ids, bf16_out(None, ids.shape, self._local.device))
+
+    def _by_columns(self, hashed: bool) -> bool:
+        return hashed and self._local.shard.columns is not None
+
+    def _read_columns(self, ids: Tensor) -> Tensor:
+        """This rank's columns of all tokens, as stored."""
+        return self._local.lookup_raw(ids, hashed=True, columns=self._local.shard.columns, count=False).rows
+
+    def _exchange(self, mine: Tensor, ids: Tensor, out: Tensor) -> Found:
+        """Every rank gets all columns."""
+        if not mine.numel():
+            return Found(out, Invalid())
+        everything = mine.new_empty(self._world_size * mine.numel())
+        self._all_gather(everything, mine.view(-1))
+        return Found(out, self._local.assemble(everything, ids, out))
+
+    def _sum(self, found: Found) -> Found:
+        if found.rows.numel():
+            self._all_reduce(_as_int32(found.rows))
         return found
 
-    def _own_by_columns(self, all_ids: Tensor, counts: Sequence[int], out: Tensor) -> None:
+    def _own_by_columns(self, all_ids: Tensor, counts: Sequence[int], ids: Tensor, out: Tensor) -> Invalid:
         """Each rank reads its columns of everybody's tokens and sends every rank those of its tokens."""
-        own = self._local.shard.columns
         all_ids = all_ids.view(all_ids.shape[0], -1, self._columns)
         row_bytes = all_ids.shape[1] * (self._columns // self._world_size) * ROW_BYTES
-        send = self._local.lookup_raw(all_ids, hashed=True, columns=own).rows
+        send = self._read_columns(all_ids)
         mine = counts[self._rank]
         receive = send.new_empty(self._world_size * mine * row_bytes)
-        dist.all_to_all_single(
-            receive,
-            send.view(-1),
-            output_split_sizes=[mine * row_bytes] * self._world_size,
-            input_split_sizes=[count * row_bytes for count in counts],
-            group=self._group,
-        )
-        if mine:
-            self._interleave(receive, mine * all_ids.shape[1], out)
+        sizes = [mine * row_bytes] * self._world_size, [count * row_bytes for count in counts]
+        self._all_to_all(receive, send.view(-1), *sizes)
+        return self._local.assemble(receive, ids, out) if mine else Invalid()
 
     def _own_by_sum(self, all_ids: Tensor, counts: Sequence[int], out: Tensor, hashed: bool) -> None:
+        """out: bfloat16, or uint8 for rows as stored."""
         if hashed:
             all_ids = all_ids.view(all_ids.shape[0], -1, self._columns)
-        rows = self._local.lookup(all_ids, hashed=hashed).rows
-        dist.all_reduce(_as_int32(rows), group=self._group)
+        look = self._local.lookup_raw if out.dtype == torch.uint8 else self._local.lookup
+        rows = look(all_ids, hashed=hashed, count=False).rows
+        self._all_reduce(_as_int32(rows))
         begin = sum(counts[: self._rank])
         out.copy_(rows[begin : begin + counts[self._rank]].view(out.shape))
 
-    def _interleave(self, received: Tensor, rows: int, out: Tensor) -> None:
-        """received: stored rows `[rank, rows, columns of a rank]`; out: dequantised `[rows, column, 256]`."""
-        width = self._columns // self._world_size
-        order = torch.arange(self._world_size * rows * width, device=received.device)
-        order = order.view(self._world_size, rows, width).transpose(0, 1).reshape(rows, self._columns)
-        self._local.assemble(received.view(-1, ROW_BYTES), order, out.view(rows, self._columns, ROW_VALUES))
+    # Collectives, over host memory where the group's backend cannot reach the device's
+
+    def _all_gather(self, output: Tensor, mine: Tensor) -> None:
+        if not self._staged:
+            _all_gather(output, mine, group=self._group)
+            return
+        staged = torch.empty(output.shape, dtype=output.dtype)
+        _all_gather(staged, mine.cpu(), group=self._group)
+        output.copy_(staged)
+
+    def _all_reduce(self, rows: Tensor) -> None:
+        if not self._staged:
+            dist.all_reduce(rows, group=self._group)
+            return
+        staged = rows.cpu()
+        dist.all_reduce(staged, group=self._group)
+        rows.copy_(staged)
+
+    def _all_to_all(self, output: Tensor, mine: Tensor, output_sizes: list[int], input_sizes: list[int]) -> None:
+        received = torch.empty(output.shape, dtype=output.dtype) if self._staged else output
+        sent = mine.cpu() if self._staged else mine
+        dist.all_to_all_single(received, sent, output_sizes, input_sizes, group=self._group)
+        if self._staged:
+            output.copy_(received)
 
     def _everybodys(self, ids: Tensor, counts: Sequence[int] | None) -> tuple[Tensor | None, list[int]]:
         """The ids of all ranks in rank order, int64 `[sum of counts, ids a token]` (None if there are none),
@@ -187,7 +290,7 @@ class ShardedLookup:
         if tokens:
             padded[:tokens] = ids.reshape(tokens, width)
         gathered = padded.new_empty((self._world_size, longest, width))
-        _all_gather(gathered.view(-1), padded.view(-1), group=self._group)
+        self._all_gather(gathered.view(-1), padded.view(-1))
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)]), counts
 
     def _exchange_counts(self, tokens: int, width: int) -> tuple[list[int], int]:
@@ -195,9 +298,13 @@ class ShardedLookup:
 
         Raises IdsShapeInvalid, on every rank, when ranks with tokens disagree about the latter.
         """
+        if self._local.counts_itself and runtime.capturing():
+            raise CountsInvalid(
+                found="None", expected=f"the tokens of all {self._world_size} ranks: a graph cannot ask"
+            )
         mine = torch.tensor([tokens, width], dtype=torch.int64, device=self._local.device)
         everybodys = mine.new_empty(2 * self._world_size)
-        _all_gather(everybodys, mine, group=self._group)
+        self._all_gather(everybodys, mine)
         pairs = everybodys.view(-1, 2).tolist()
         widths = {each for count, each in pairs if count}
         if len(widths) > 1:

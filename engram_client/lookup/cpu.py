@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engram_client import rows
-from engram_client.layout import ROW_BYTES, RowFormat, Shard, TableGeometry
+from engram_client.layout import ROW_BYTES, ROW_VALUES, RowFormat, Shard, TableGeometry
 from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids, raw_out
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 INLINE_IDS = 1024
 """Ids a thread gets at least: some 0.1 ms of work, several times what handing it to a thread costs."""
 
-_pools: dict[int, ThreadPoolExecutor] = {}
+_pools: dict[str, ThreadPoolExecutor] = {}
 # The threads of a pool do not survive a fork; a child that found the pool would wait for them for ever.
 os.register_at_fork(after_in_child=_pools.clear)
 
@@ -44,6 +44,7 @@ class SegmentRows:
     """
 
     device = CPU
+    counts_itself = False
 
     def __init__(self, segment: AnyBuffer, geometry: TableGeometry, shard: Shard, row_format: RowFormat) -> None:
         """Raises ValueError when the segment is too small for the shard."""
@@ -55,13 +56,22 @@ class SegmentRows:
         self.shard = shard
         self.row_format = row_format
         self._starts = np.array(geometry.column_starts, np.int64)
+        self._under_way: set[Future[Found]] = set()
 
     def close(self) -> None:
-        """Gives the buffer back, so that its owner can unmap it. Raises BufferError while a lookup reads it."""
+        """Gives the buffer back, so that its owner can unmap it, when the lookups that were begun are over.
+        Raises BufferError while another lookup reads it."""
+        wait(self._under_way)
         self._segment.release()
 
     def lookup(
-        self, ids: Tensor, out: Tensor | None = None, *, hashed: bool, columns: tuple[int, int] | None = None
+        self,
+        ids: Tensor,
+        out: Tensor | None = None,
+        *,
+        hashed: bool,
+        columns: tuple[int, int] | None = None,
+        count: bool = True,
     ) -> Found:
         """The rows of `ids` that this shard owns, dequantised; all others are zero.
 
@@ -71,27 +81,72 @@ class SegmentRows:
 
         Negative ids are padding. Ids past the table's end are counted as invalid; so are hashed ids outside
         their column, except 0. With `columns`, only ids in these columns are judged; positions always count
-        over the whole of ids.
+        over the whole of ids. count=False: invalid ids are not reported.
         Raises IdsDtypeInvalid, IdsDeviceInvalid, IdsShapeInvalid or OutInvalid.
         """
-        return self._look(ids, out, bf16_out, hashed, columns)
+        found = self._look(ids, out, bf16_out, hashed, columns)
+        return found if count else Found(found.rows, Invalid())
 
     def lookup_raw(
-        self, ids: Tensor, out: Tensor | None = None, *, hashed: bool, columns: tuple[int, int] | None = None
+        self,
+        ids: Tensor,
+        out: Tensor | None = None,
+        *,
+        hashed: bool,
+        columns: tuple[int, int] | None = None,
+        count: bool = True,
     ) -> Found:
         """As `lookup`, but the packed bytes as they are: uint8 `[..., 264]`, which an exchange moves cheaper."""
-        return self._look(ids, out, raw_out, hashed, columns)
+        found = self._look(ids, out, raw_out, hashed, columns)
+        return found if count else Found(found.rows, Invalid())
 
     def count_invalid(self, ids: Tensor, *, hashed: bool) -> Invalid:
         """What `lookup` would report about `ids`; reads no row."""
         return count_invalid(ids, self.geometry, hashed)
 
-    def assemble(self, packed: Tensor, order: Tensor, out: Tensor) -> None:
-        """Dequantises the rows `order` of `packed` (uint8 `[n, 264]`, contiguous) into `out`, bfloat16
-        `[*order.shape, 256]`. Negative numbers give zero rows."""
+    @property
+    def counted(self) -> Invalid:
+        """Invalid ids that were counted and not returned: none, on a CPU."""
+        return Invalid()
+
+    def lookup_stored(self, ids: Tensor, values: Tensor, scales: Tensor, *, hashed: bool) -> Invalid:
+        """As `lookup`, but values and scales as stored, into uint8 `[*ids.shape, 256]` and `[*ids.shape, 8]`."""
+        packed, invalid = self.lookup_raw(ids, hashed=hashed)
+        values.copy_(packed[..., :ROW_VALUES])
+        scales.copy_(packed[..., ROW_VALUES:])
+        return invalid
+
+    def assemble(self, received: Tensor, ids: Tensor, out: Tensor) -> Invalid:
+        """See `engram_client.lookup.collective.LocalRows.assemble`."""
+        first, last = self.shard.columns or (0, len(self.geometry.columns))
+        tokens, columns = ids.numel() // len(self.geometry.columns), len(self.geometry.columns)
+        packed = received.view(-1, ROW_BYTES)
+        order = torch.arange(packed.shape[0]).view(-1, tokens, last - first).transpose(0, 1).reshape(tokens, columns)
         count = packed.shape[0]
-        whole = Shard(row_start=0, row_stop=count, columns=None)
-        _gather(packed.numpy(), RowFormat.PACKED, whole, count, None, _plane(order, hashed=False), out)
+        everything = Shard(row_start=0, row_stop=count, columns=None)
+        _gather(packed.numpy(), RowFormat.PACKED, everything, count, None, _plane(order, hashed=False), out)
+        return self.count_invalid(ids, hashed=True)
+
+    def begin(
+        self,
+        ids: Tensor,
+        *,
+        hashed: bool,
+        raw: bool = False,
+        columns: tuple[int, int] | None = None,
+        count: bool = True,
+    ) -> Callable[[], Found]:
+        """Starts a lookup (or, with `raw`, a lookup_raw) in another thread; the call that it returns waits for it.
+
+        A thread of its own, for the lookup itself may wait for those of the lookups' pool.
+        """
+        check_ids(ids, CPU, hashed or columns is not None, len(self.geometry.columns))
+        how: Callable[..., Found] = self.lookup_raw if raw else self.lookup
+        pool = _pool("engram-prefetch", 1)
+        self._under_way = {one for one in self._under_way if not one.done()}
+        started = pool.submit(how, ids, hashed=hashed, columns=columns, count=count)
+        self._under_way.add(started)
+        return started.result
 
     def _look(
         self,
@@ -173,7 +228,7 @@ def _gather(
     if threads <= 1:
         return part(0, ids.shape[0])
     borders = [ids.shape[0] * k // threads for k in range(threads + 1)]
-    pool = _pool(threads - 1)
+    pool = _pool(f"engram-lookup-{threads - 1}", threads - 1)
     futures = [pool.submit(part, begin, end) for begin, end in pairwise(borders[1:])]
     try:
         invalid = part(0, borders[1])
@@ -185,8 +240,8 @@ def _gather(
     return invalid
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    pool = _pools.get(threads)
+def _pool(name: str, threads: int) -> ThreadPoolExecutor:
+    pool = _pools.get(name)
     if pool is None:
-        pool = _pools.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="engram-lookup"))
+        pool = _pools.setdefault(name, ThreadPoolExecutor(threads, thread_name_prefix=name))
     return pool

@@ -314,9 +314,9 @@ struct Peers {
     }
 };
 
-// What an all-gather of raw rows left at table 0: [shard_count, tokens, columns / shard_count, 264].
+// What an exchange of raw rows left at table 0: [shard_count, tokens, columns / shard_count, 264].
 struct Exchanged {
-    const Args& a;
+    const Args1& a;
     __device__ Wanted want(u32 index) const { return Wanted{0, index, 0, index - token_of(a, index) * a.columns}; }
     __device__ void check(const Wanted&, i64) const {}
     __device__ i64 row(const Wanted& wanted) const {
@@ -427,6 +427,18 @@ GATHER_PEER(gather_peer_bf16_w8_r2, 8, 2, false)
 GATHER_PEER(gather_peer_raw_w8_r1, 8, 1, true)
 GATHER_PEER(gather_peer_raw_w8_r2, 8, 2, true)
 
-extern "C" __global__ void __launch_bounds__(256) dequantise_exchanged(const __grid_constant__ Args a) {
-    gather<8, 4, false>(a, Exchanged{a}, grid_span<8>(a.items));
+// Counts the invalid ids of table 0, a thread an id.
+__device__ __forceinline__ void judge(const Args1& a) {
+    for (u32 item = blockIdx.x * blockDim.x + threadIdx.x; item < a.items; item += gridDim.x * blockDim.x) {
+        const Wanted wanted = wanted_at(a, 0, item);
+        check_unread(a, wanted, row_of(a, wanted));
+    }
 }
+
+// Judges the ids too: no rank has looked at those of all columns before.
+extern "C" __global__ void __launch_bounds__(256) dequantise_exchanged(const __grid_constant__ Args1 a) {
+    gather<8, 4, false>(a, Exchanged{a}, grid_span<8>(a.items));
+    judge(a);
+}
+
+extern "C" __global__ void __launch_bounds__(256) count_invalid(const __grid_constant__ Args1 a) { judge(a); }

@@ -8,15 +8,29 @@ few numbers and launches.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from engram_client.errors import CudaCallFailed, Unsupported
+from engram_client.cuda.access import cuda_driver
+from engram_client.errors import Unsupported
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat
-from engram_client.lookup import driver, nvrtc
-from engram_client.lookup.shapes import FILL_BLOCKS, Kind, Memory, bucket_shift, exchange_shape, shape_for, sorts
+from engram_client.lookup import nvrtc
+from engram_client.lookup.shapes import (
+    FILL_BLOCKS,
+    KERNELS,
+    SORT_FROM_IDS,
+    Kind,
+    Memory,
+    Shape,
+    bucket_shift,
+    count_shape,
+    exchange_shape,
+    shape_for,
+    sorts,
+)
 
 MAX_TABLES = 4
 MAX_SHARDS = 64
@@ -30,6 +44,9 @@ _HEAD = struct.Struct("<Qq8IQ10I")
 _OUT = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QQqqqQQII")
 _SHARD = struct.Struct("<QQq")
+_ADDRESS = struct.Struct("<Q")
+_IDS_WORD = struct.calcsize("<Qq8I") // 8
+_OUT_WORD = _HEAD.size // 8
 _UNUSED = (0, 0, 0)
 _TARGET_BYTES = _OUT.size + _TABLE.size
 _ARGS_BYTES = _HEAD.size + MAX_TABLES * _TARGET_BYTES
@@ -112,32 +129,16 @@ class Kernels:
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        with driver.primary_context(ordinal) as device:
-            major = driver.attribute(device, "COMPUTE_CAPABILITY_MAJOR")
-            minor = driver.attribute(device, "COMPUTE_CAPABILITY_MINOR")
-            self.multiprocessors = driver.attribute(device, "MULTIPROCESSOR_COUNT")
-            self.cubin = nvrtc.cubin(f"sm_{major}{minor}")
-            self._library = driver.call("cuLibraryLoadData", self.cubin.code, [], [], 0, [], [], 0)
-        self._functions: dict[str, Any] = {}
-        self._launch = driver.bindings().cuLaunchKernel
-
-    def function(self, name: str) -> Any:
-        """The CUfunction of kernel `name` in this GPU's primary context."""
-        if name not in self._functions:
-            with driver.primary_context(self.ordinal):
-                kernel = driver.call("cuLibraryGetKernel", self._library, name.encode())
-                self._functions[name] = driver.call("cuKernelGetFunction", kernel)
-        return self._functions[name]
-
-    def launch(self, function: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
-        """Launches on `stream` of the current context; `parameters` is the address of the parameter pointers."""
-        (code,) = self._launch(function, grid[0], grid[1], 1, threads, 1, 1, 0, stream, parameters, 0)
-        if code:
-            raise self.failure("cuLaunchKernel", code)
-
-    @staticmethod
-    def failure(name: str, code: Any) -> CudaCallFailed:
-        return driver.failure(driver.bindings(), name, code)
+        driver = self.driver = cuda_driver()
+        major, minor = (driver.attribute(ordinal, f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        self.multiprocessors = driver.attribute(ordinal, "MULTIPROCESSOR_COUNT")
+        self.cubin = nvrtc.cubin(f"sm_{major}{minor}")
+        driver.retain_context(ordinal)  # never released: kernels stay loaded in it for the life of the process
+        with driver.context(ordinal):
+            library = driver.library_load(self.cubin.code)
+            # All of them now: loading one may wait for the GPU, which a stream that is being captured must not.
+            self.functions = {name: driver.library_kernel(library, name) for name in KERNELS}
+        self.launch = driver.launch
 
 
 class _Parameters:
@@ -146,6 +147,17 @@ class _Parameters:
     def __init__(self, shards: bytes | None) -> None:
         self.args = ctypes.create_string_buffer(_ARGS_BYTES)
         self._shards = ctypes.create_string_buffer(shards, len(shards)) if shards else None
+        self._set_pointers()
+
+    def copy(self) -> _Parameters:
+        """Args of its own; the shards, which never change, are shared."""
+        twin = _Parameters.__new__(_Parameters)
+        twin.args = ctypes.create_string_buffer(self.args.raw, _ARGS_BYTES)
+        twin._shards = self._shards
+        twin._set_pointers()
+        return twin
+
+    def _set_pointers(self) -> None:
         blocks = [self.args] if self._shards is None else [self.args, self._shards]
         self._pointers = (ctypes.c_void_p * len(blocks))(*(ctypes.addressof(block) for block in blocks))
         self.address = ctypes.addressof(self._pointers)
@@ -161,13 +173,15 @@ class _Plan(NamedTuple):
     division: tuple[int, int]
     slots: int
     fill: Any
+    fill_grid: tuple[int, int]
 
 
 class Gather:
     """Looks ids up in `sources`, one launch for all of them.
 
     memory: where the tables are; it decides the launch shape. raw: outputs are values and scales as stored,
-    with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256].
+    with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256]. blocks: how many may read rows at
+    a time, 0 for as many as the work fills.
 
     Raises Unsupported for more tables, shards or rows than one launch takes.
     """
@@ -181,6 +195,7 @@ class Gather:
         *,
         raw: bool = False,
         out_strides: tuple[int, int] = (ROW_BYTES, ROW_BYTES),
+        blocks: int = 0,
     ) -> None:
         shards = [part for source in sources for part in source.parts]
         for what, count, limit in (("tables", len(sources), MAX_TABLES), ("shards", len(shards), MAX_SHARDS)):
@@ -189,9 +204,14 @@ class Gather:
                     feature=f"{count} {what} in one launch", reason=f"at most {limit}", remedy="look up fewer at once"
                 )
         self._kernels = kernels
+        self._blocks = blocks
         self.tables = len(sources)
         peer = any(len(source.parts) > 1 for source in sources)
         self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer)
+        self.sorts_from: float = math.inf
+        """The fewest ids a table that are put in order of address first."""
+        if sorts(self._kind, MAX_ITEMS):
+            self.sorts_from = -(-SORT_FROM_IDS // self.tables)
         row_span = max(part.stop - part.start for part in shards)
         if row_span > MAX_PART_ROWS:
             raise Unsupported(
@@ -253,17 +273,29 @@ class Gather:
         if plan.items == 0:
             return
         with self._lock:
-            self._pack(plan, ids, outs, workspace)
-            if plan.slots:
-                self._order(plan, stream, workspace)
-            self._kernels.launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
-            if plan.slots:
-                grid = (self._kernels.multiprocessors * FILL_BLOCKS, 1)
-                self._kernels.launch(plan.fill, grid, _ORDER_THREADS, stream, self._parameters.address)
+            self._pack(self._parameters.args, plan, ids, outs, workspace)
+            self._run(plan, stream, workspace, self._parameters.address)
 
-    def _pack(self, plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int) -> None:
+    def for_layout(self, ids: Ids, *, ordered: bool) -> FixedGather:
+        """The same for one table and ids that always lie like `ids`, whose address does not count. Raises
+        Unsupported."""
+        plan = self._plan(ids.tokens, ids.columns, ordered)
+        parameters = self._parameters.copy()
+        self._pack(parameters.args, plan, ids, [Out(0)], 0)
+        return FixedGather(self, plan, parameters)
+
+    def _run(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:
+        kernels = self._kernels
+        if plan.slots:
+            self._order(plan, stream, workspace, parameters)
+        kernels.launch(plan.function, plan.grid, plan.threads, stream, parameters)
+        if plan.slots:
+            kernels.launch(plan.fill, plan.fill_grid, _ORDER_THREADS, stream, parameters)
+
+    def _pack(
+        self, arguments: ctypes.Array[ctypes.c_char], plan: _Plan, ids: Ids, outs: Sequence[Out], workspace: int
+    ) -> None:
         address, id_bytes, _, columns, token_stride, column_stride, table_stride = ids
-        arguments = self._parameters.args
         try:
             _HEAD.pack_into(
                 arguments,
@@ -298,46 +330,130 @@ class Gather:
         if items > MAX_ITEMS // self.tables:
             raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
         ordered = has_workspace and self.sorts(items)
-        shape = shape_for(self._kind, tokens, columns, self._kernels.multiprocessors, ordered=ordered)
+        shape = shape_for(
+            self._kind, tokens, columns, self._kernels.multiprocessors, ordered=ordered, blocks=self._blocks
+        )
         plan = _Plan(
             items,
-            self._kernels.function(shape.kernel) if items else None,
+            self._kernels.functions[shape.kernel],
             shape.grid,
             shape.threads,
             division_constants(max(columns, 1)),
             _slots(items * self.tables) if ordered else 0,
-            self._kernels.function(shape.then) if shape.then else None,
+            self._kernels.functions[shape.then] if shape.then else None,
+            (min(self._blocks or MAX_ITEMS, self._kernels.multiprocessors * FILL_BLOCKS), 1),
         )
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
         self._plans[tokens, columns, has_workspace] = plan
         return plan
 
-    def _order(self, plan: _Plan, stream: int, workspace: int) -> None:
+    def _order(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:
         """Leaves the ids in order of address in the workspace."""
-        kernels, parameters = self._kernels, self._parameters.address
-        driver.call("cuMemsetD32Async", workspace, 0, self._counters + plan.slots, stream)
+        kernels = self._kernels
+        kernels.driver.memset_words_async(workspace, 0, self._counters + plan.slots, stream)
         grid = (-(-plan.items // _ORDER_THREADS), self.tables)
-        kernels.launch(kernels.function("order_count"), grid, _ORDER_THREADS, stream, parameters)
-        kernels.launch(kernels.function("order_scan"), (1, 1), _SCAN_THREADS, stream, parameters)
-        kernels.launch(kernels.function("order_place"), grid, _ORDER_THREADS, stream, parameters)
+        kernels.launch(kernels.functions["order_count"], grid, _ORDER_THREADS, stream, parameters)
+        kernels.launch(kernels.functions["order_scan"], (1, 1), _SCAN_THREADS, stream, parameters)
+        kernels.launch(kernels.functions["order_place"], grid, _ORDER_THREADS, stream, parameters)
 
 
-def exchanged(kernels: Kernels, tokens: int, columns: int, shards: int, raw_rows: int, out: int, stream: int) -> None:
-    """Dequantises what an all-gather of raw rows left at `raw_rows`, `[shards, tokens, columns / shards, 264]`,
-    to bfloat16 `[tokens, columns, 256]` at `out`. Raises CudaCallFailed."""
-    items = tokens * columns
-    if items == 0:
-        return
-    parameters = _Parameters(None)
-    strides = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES)
-    division = division_constants(columns)
-    fixed = (1, 0, 0, 0, 0, *_UNUSED)
-    _HEAD.pack_into(parameters.args, 0, 0, 0, *fixed, 0, 0, 0, items, columns, *division, *strides, 8)
-    _OUT.pack_into(parameters.args, _HEAD.size, out, 0)
-    _TABLE.pack_into(parameters.args, _HEAD.size + _OUT.size, raw_rows, 0, 0, items, items, 0, 0, 0, shards)
-    shape = exchange_shape(items)
-    kernels.launch(kernels.function(shape.kernel), shape.grid, shape.threads, stream, parameters.address)
+class FixedGather:
+    """A gather of one table for ids of one layout: only addresses are left to be filled in."""
+
+    def __init__(self, gather: Gather, plan: _Plan, parameters: _Parameters) -> None:
+        self._plan = plan
+        self._parameters = parameters
+        self._words = (ctypes.c_uint64 * (_ARGS_BYTES // 8)).from_buffer(parameters.args)
+        self._run = gather._run
+        self._launch = gather._kernels.launch
+        self._lock = threading.Lock()
+
+    def __call__(self, ids: int, out: int, stream: int, workspace: int = 0) -> None:
+        """Addresses of the ids, of the bfloat16 rows, and of the workspace, if it was made to order. Raises
+        CudaCallFailed."""
+        plan = self._plan
+        if not plan.items:
+            return
+        with self._lock:
+            words = self._words
+            words[_IDS_WORD] = ids
+            words[_OUT_WORD] = out
+            if plan.slots:
+                words[0] = workspace
+                self._run(plan, stream, workspace, self._parameters.address)
+            else:
+                self._launch(plan.function, plan.grid, plan.threads, stream, self._parameters.address)
+
+
+class _Once:
+    """A launch for one table with what does not change packed already; calling it packs the rest."""
+
+    def __init__(self, kernels: Kernels, source: Source, columns: int, shards: int) -> None:
+        self._kernels = kernels
+        self._columns = columns
+        self._division = division_constants(columns)
+        self._parameters = _Parameters(None)
+        self._lock = threading.Lock()
+        at = _HEAD.size + _OUT.size
+        # All rows of the table: what is judged is whether an id names any of them.
+        _TABLE.pack_into(
+            self._parameters.args,
+            at,
+            0,
+            0,
+            0,
+            source.rows,
+            source.rows,
+            source.column_starts,
+            source.invalid,
+            0,
+            shards,
+        )
+
+    def _launch(self, shape: Shape, ids: Ids, received: int, out: int, stream: int) -> None:
+        arguments = self._parameters.args
+        items = ids.tokens * ids.columns
+        columns, division = self._columns, self._division
+        if ids.columns != columns:  # ids that are not hashed may have any shape
+            columns, division = ids.columns, division_constants(ids.columns)
+        strides = (ids.token_stride, ids.column_stride)
+        fixed = (1, 0, 0, 0, 0, *_UNUSED)
+        rows = (ROW_BYTES, ROW_BYTES, BF16_ROW_BYTES, ids.id_bytes)
+        with self._lock:
+            _HEAD.pack_into(arguments, 0, 0, 0, *fixed, ids.address, *strides, items, columns, *division, *rows)
+            _OUT.pack_into(arguments, _HEAD.size, out, 0)
+            _ADDRESS.pack_into(arguments, _HEAD.size + _OUT.size, received)
+            function = self._kernels.functions[shape.kernel]
+            self._kernels.launch(function, shape.grid, shape.threads, stream, self._parameters.address)
+
+
+class Exchanged(_Once):
+    """Dequantises what an exchange of raw rows left: `[shards, tokens, columns / shards, 264]` to bfloat16
+    `[tokens, columns, 256]`. Judges the ids in the same launch, for each rank has read its own columns only.
+
+    Of `source` the rows, the columns and the counter count; its parts are not read."""
+
+    def __init__(self, kernels: Kernels, source: Source, columns: int, shards: int) -> None:
+        super().__init__(kernels, source, columns, shards)
+
+    def __call__(self, ids: Ids, received: int, out: int, stream: int) -> None:
+        """Raises CudaCallFailed."""
+        if ids.tokens:
+            self._launch(exchange_shape(ids.tokens * ids.columns), ids, received, out, stream)
+
+
+class CountInvalid(_Once):
+    """Counts the invalid ids of a batch and reads no row. Of `source` all but the parts counts."""
+
+    def __init__(self, kernels: Kernels, source: Source, columns: int) -> None:
+        super().__init__(kernels, source, columns, 1)
+
+    def __call__(self, ids: Ids, stream: int) -> None:
+        """Raises CudaCallFailed."""
+        items = ids.tokens * ids.columns
+        if items:
+            self._launch(count_shape(items, self._kernels.multiprocessors), ids, 0, 0, stream)
 
 
 def _round4(count: int) -> int:

@@ -31,6 +31,34 @@ FULL_ROWS = 64
 """From this many rows a multiprocessor on, more bytes in flight a lane pay; before, only their latency shows."""
 
 
+PREFETCH_BLOCKS = 24
+"""Blocks of a prefetch, each on a multiprocessor at most: with 16 to 32 a host table is read as fast as with
+more, and the GPU's other work keeps the rest."""
+COUNT_BLOCKS = 2
+"""Blocks a multiprocessor that only judge ids."""
+KERNELS = (
+    "gather_few_bf16",
+    "gather_bf16_w8_r1",
+    "gather_bf16_w8_r2",
+    "gather_bf16_w16_r1",
+    "gather_raw_w8_r1",
+    "gather_raw_w8_r2",
+    "gather_peer_bf16_w8_r1",
+    "gather_peer_bf16_w8_r2",
+    "gather_peer_raw_w8_r1",
+    "gather_peer_raw_w8_r2",
+    "dequantise_exchanged",
+    "count_invalid",
+    "order_count",
+    "order_scan",
+    "order_place",
+    "gather_ordered_bf16",
+    "gather_ordered_raw",
+    "fill_ordered_bf16",
+    "fill_ordered_raw",
+)
+
+
 class Memory(enum.Enum):
     """Where a table is, seen from the GPU that reads it."""
 
@@ -68,25 +96,32 @@ def bucket_shift(rows: int) -> int:
     return max(BUCKET_ROWS_SHIFT, (rows >> MAX_BUCKETS_SHIFT).bit_length())
 
 
-def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, ordered: bool) -> Shape:
-    """The launch that reads `tokens * columns` rows of each table."""
+def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, ordered: bool, blocks: int = 0) -> Shape:
+    """The launch that reads `tokens * columns` rows of each table, with at most `blocks` blocks in all if not 0."""
     suffix = "raw" if kind.raw else "bf16"
     items = tokens * columns
     ids = items * kind.tables
     if ordered:
-        blocks = ORDERED_BLOCKS if ids >= DENSE_IDS else SPARSE_BLOCKS
-        return Shape(f"gather_ordered_{suffix}", (blocks, 1), THREADS, f"fill_ordered_{suffix}")
+        best = ORDERED_BLOCKS if ids >= DENSE_IDS else SPARSE_BLOCKS
+        return Shape(f"gather_ordered_{suffix}", (min(best, blocks or best), 1), THREADS, f"fill_ordered_{suffix}")
     full = ids >= multiprocessors * FULL_ROWS
     host = kind.memory is Memory.HOST
-    if kind.tables == 1 and not kind.raw and not kind.peer and columns <= FEW_COLUMNS and (host or not full):
+    few = kind.tables == 1 and not kind.raw and not kind.peer and columns <= FEW_COLUMNS and (host or not full)
+    if few and not blocks:  # its grid is the ids', so it cannot be held back
         return Shape("gather_few_bf16", (tokens, -(-columns // (FEW_THREADS // 32))), FEW_THREADS)
     lanes = 16 if full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer else 32
     rows = 2 if full and lanes == 32 and not host else 1
-    blocks = -(-items // (rows * THREADS // lanes))
+    wanted = -(-items // (rows * THREADS // lanes))
+    wanted = min(wanted, max(1, blocks // kind.tables)) if blocks else wanted
     prefix = "peer_" if kind.peer else ""
-    return Shape(f"gather_{prefix}{suffix}_w{256 // lanes}_r{rows}", (blocks, kind.tables), THREADS)
+    return Shape(f"gather_{prefix}{suffix}_w{256 // lanes}_r{rows}", (wanted, kind.tables), THREADS)
 
 
 def exchange_shape(items: int) -> Shape:
     """The launch that dequantises `items` exchanged rows: 4 rows a warp."""
     return Shape("dequantise_exchanged", (-(-items // (4 * THREADS // 32)), 1), THREADS)
+
+
+def count_shape(items: int, multiprocessors: int) -> Shape:
+    """The launch that judges `items` ids, a thread an id."""
+    return Shape("count_invalid", (min(-(-items // THREADS), multiprocessors * COUNT_BLOCKS), 1), THREADS)

@@ -9,7 +9,8 @@ cuda_device.py GPU memory; both over vmm.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from engram_client.cuda.access import cuda_driver
@@ -74,12 +75,16 @@ def adopt_segment(info: SegmentInfo, tag: str, folder: str | None = None, fd: in
     raise ValueError(f"nothing leads to a {info.backing} segment here")
 
 
-def remove_stale(tag: str, folder: str | None = None) -> list[str]:
-    """Removes what a dead daemon of this tag left in /dev/shm and in `folder`; returns the paths removed.
-    Readers that still map it keep it."""
+def remove_stale(tag: str, folder: str | None = None, keep: Collection[str] = ()) -> list[str]:
+    """Removes what a dead daemon of this tag left in /dev/shm and in `folder`, but for the segments whose ids
+    are in `keep`; returns the paths removed. Readers that still map it keep it."""
     removed = []
+    prefix = f"engram-{tag}-"
     for parent in {SHM_FOLDER, folder} - {None}:
-        for path in sorted(Path(str(parent)).glob(f"engram-{tag}-L*")):
-            path.unlink(missing_ok=True)
-            removed.append(str(path))
+        for path in sorted(Path(str(parent)).glob(f"{prefix}L*")):
+            if path.name.removeprefix(prefix) in keep:
+                continue
+            with suppress(OSError):  # another user's: creating the segment will say so by name
+                path.unlink()
+                removed.append(str(path))
     return removed

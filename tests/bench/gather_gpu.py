@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from engram_client.cuda.access import cuda_driver
+from engram_client.cuda.driver import HandleTypes, Location
 from engram_client.layout import ROW_BYTES, RowFormat
-from engram_client.lookup import driver
 from engram_client.lookup.kernels import Gather, Ids, Kernels, Out, Part, Source
 from engram_client.lookup.shapes import Memory
 
@@ -41,26 +42,16 @@ class HostTable:
     """Host memory from the CUDA driver (HOST_NUMA, 2 MiB pages), mapped for the GPU and this process."""
 
     def __init__(self, nbytes: int) -> None:
-        cu = driver.bindings()
-        prop = cu.CUmemAllocationProp()
-        prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
-        prop.location.id = 0
-        flag = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        granularity = int(driver.call("cuMemGetAllocationGranularity", prop, flag))
-        self.nbytes = -(-nbytes // granularity) * granularity
+        driver = self._driver = cuda_driver()
         begin = time.perf_counter()
-        self._handle = driver.call("cuMemCreate", self.nbytes, prop, 0)
-        self.address = int(driver.call("cuMemAddressReserve", self.nbytes, granularity, 0, 0))
-        driver.call("cuMemMap", self.address, self.nbytes, 0, self._handle, 0)
-        accesses = []
-        for kind, ordinal in (("DEVICE", torch.cuda.current_device()), ("HOST_NUMA", 0)):
-            access = cu.CUmemAccessDesc()
-            access.location.type = getattr(cu.CUmemLocationType, f"CU_MEM_LOCATION_TYPE_{kind}")
-            access.location.id = ordinal
-            access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            accesses.append(access)
-        driver.call("cuMemSetAccess", self.address, self.nbytes, accesses, len(accesses))
+        with driver.context(torch.cuda.current_device()):
+            granularity = driver.granularity(Location.host(0), HandleTypes.NONE)
+            self.nbytes = -(-nbytes // granularity) * granularity
+            self._handle = driver.mem_create(self.nbytes, Location.host(0), HandleTypes.NONE)
+            self.address = driver.address_reserve(self.nbytes, granularity)
+            driver.mem_map(self.address, self.nbytes, self._handle)
+            readers = (Location.device(torch.cuda.current_device()), Location.host(0))
+            driver.set_access(self.address, self.nbytes, readers, writable=True)
         self._fill()
         print(f"host table {self.nbytes / 2**30:.1f} GiB made in {time.perf_counter() - begin:.0f} s", flush=True)
 
@@ -76,9 +67,9 @@ class HostTable:
 
     def free(self) -> None:
         torch.cuda.synchronize()
-        driver.call("cuMemUnmap", self.address, self.nbytes)
-        driver.call("cuMemAddressFree", self.address, self.nbytes)
-        driver.call("cuMemRelease", self._handle)
+        self._driver.mem_unmap(self.address, self.nbytes)
+        self._driver.address_free(self.address, self.nbytes)
+        self._driver.mem_release(self._handle)
 
 
 def tile_bytes() -> np.ndarray:

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from engram_client.cuda.access import cuda_driver  # noqa: E402
 from engram_client.errors import CudaCallFailed, Unsupported  # noqa: E402
 from engram_client.layout import RowFormat, Shard, TableGeometry  # noqa: E402
-from engram_client.lookup import driver  # noqa: E402
 from engram_client.lookup.cpu import SegmentRows  # noqa: E402
-from engram_client.lookup.kernels import Gather, Ids, Kernels, Out, Part, Source, exchanged  # noqa: E402
-from engram_client.lookup.shapes import DENSE_IDS, SORT_FROM_IDS, Memory  # noqa: E402
+from engram_client.lookup.kernels import CountInvalid, Exchanged, Gather, Ids, Kernels, Out, Part, Source  # noqa: E402
+from engram_client.lookup.shapes import DENSE_IDS, PREFETCH_BLOCKS, SORT_FROM_IDS, Memory  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 FORMATS = list(RowFormat)
@@ -309,8 +309,41 @@ def test_exchanged_raw_rows_become_the_whole_batch(tp, tokens):
         attached(device[:, rank * width : (rank + 1) * width], [Out(address, address + 256)])
     out = poisoned(tokens, 24, 256)
     stream = torch.cuda.current_stream().cuda_stream
-    exchanged(attached.kernels, tokens, 24, tp, raw.data_ptr(), out.data_ptr(), stream)
+    source = Source((), len(rows), attached.invalid[0].data_ptr())
+    exchanged = Exchanged(attached.kernels, source, 24, tp)
+    exchanged(view(device), raw.data_ptr(), out.data_ptr(), stream)
     assert np.array_equal(bits(out), rows.expected(ids))
+    assert attached.invalid[0].tolist() == [0, 0, 0]
+    device[-1, 5], device[-1, 6] = len(rows), 2**62  # the rows stay; the ids alone are judged here
+    exchanged(view(device), raw.data_ptr(), out.data_ptr(), stream)
+    assert np.array_equal(bits(out), rows.expected(ids))
+    assert attached.invalid[0, 0].item() == 2
+    assert device.view(-1)[attached.invalid[0, 2]].item() == attached.invalid[0, 1].item()
+
+
+@pytest.mark.parametrize("tokens", [1, 5000])
+def test_ids_are_counted_without_reading_a_row(tokens):
+    kernels = Kernels.on(torch.cuda.current_device())
+    invalid = torch.zeros(3, dtype=torch.int64, device="cuda")
+    ids = torch.zeros(tokens, 24, dtype=torch.int64, device="cuda")
+    ids[0, 7], ids[-1, 9], ids[0, 1] = 1000, 2**40, -1
+    count = CountInvalid(kernels, Source((), 1000, invalid.data_ptr()), 24)
+    stream = torch.cuda.current_stream().cuda_stream
+    count(view(ids), stream)
+    assert invalid[0].item() == 2
+    count(view(ids[:, 7:10]), stream)  # another width
+    assert invalid[0].item() == 4
+
+
+@pytest.mark.parametrize("memory", [Memory.DEVICE, Memory.HOST])
+@pytest.mark.parametrize("tokens", [1, 128, 2000])
+def test_few_blocks_read_all_rows(memory, tokens):
+    rows = Rows(5000)
+    ids = np.random.default_rng(14).integers(-1, len(rows) + 1, (tokens, 24))
+    for row_format in FORMATS:
+        table = Attached([rows], row_format, memory, blocks=PREFETCH_BLOCKS)
+        for workspace in (False, True):
+            assert np.array_equal(table.lookup(on_gpu(ids), workspace=workspace), rows.expected(ids))
 
 
 @pytest.mark.parametrize("tokens", [SORTING_TOKENS, DENSE_IDS // 24 + 5])
@@ -409,7 +442,7 @@ def test_strides_beyond_four_gib_are_refused():
 
 def test_a_failed_driver_call_is_named_and_leaves_the_process_working():
     with pytest.raises(CudaCallFailed) as caught:
-        driver.call("cuMemHostRegister", 4096, 4096, 0)
+        cuda_driver().host_register(4096, 4096, read_only=False)
     assert caught.value.call == "cuMemHostRegister"
     assert caught.value.name.startswith("CUDA_ERROR_")
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -48,12 +48,14 @@ class Daemon:
         arguments: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
         wrapper: tuple[str, ...] = (),
+        pass_fds: tuple[int, ...] = (),
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.endpoint = f"ipc://{folder}/run/control.sock"
         self.control_path = folder / "run" / "control.sock"
-        self.handover_path = folder / "run" / "control.sock.handover"
+        self.handover = config.get("control", {}).get("handover")
+        self.handover_path = Path(self.handover or folder / "run" / "control.sock.handover")
         self.log_path = folder / "daemon.log"
         self.config_path = folder / "engram.json"
         control = {"endpoint": self.endpoint, **config.get("control", {})}
@@ -64,6 +66,7 @@ class Daemon:
             stderr=self._log,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(environ or {})},
+            pass_fds=pass_fds,
         )
 
     @property
@@ -71,8 +74,8 @@ class Daemon:
         return self.process.pid
 
     def names_left(self) -> list[str]:
-        """Sockets and named segments of this daemon that still exist; the lock file is meant to stay."""
-        sockets = [path for path in (self.control_path, self.handover_path) if path.exists()]
+        """Sockets, manifest and named segments of this daemon that still exist; the lock file is meant to stay."""
+        sockets = [path for path in self.control_path.parent.glob("*") if path.suffix != ".lock"]
         shared = Path("/dev/shm").glob(f"engram-{endpoint_tag(self.endpoint)}-*")
         return [str(path) for path in (*sockets, *shared, *self.folder.glob("tmpfs/*"))]
 
@@ -81,7 +84,7 @@ class Daemon:
         return self.log_path.read_text(errors="replace")
 
     def status(self) -> StatusReply:
-        return query_status(self.endpoint)
+        return query_status(self.endpoint, handover=self.handover)
 
     def wait_for(self, state: State = State.READY, limit_s: float = START_LIMIT_S) -> StatusReply:
         """Waits for `state`. Raises RuntimeError with the log when the daemon ends first."""
@@ -90,7 +93,7 @@ class Daemon:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
             with contextlib.suppress(ConnectError):
-                reply = query_status(self.endpoint, timeout=1.0)
+                reply = query_status(self.endpoint, timeout=1.0, handover=self.handover)
                 return reply if reply.state == state else None
             return None
 

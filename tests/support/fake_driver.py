@@ -83,6 +83,7 @@ class FakeDriver(FakeVmm):
     def stream_synchronize(self, stream: int) -> None:
         if stream not in self._streams:
             raise fail("cuStreamSynchronize", "INVALID_HANDLE")
+        self._finish_copies(stream)
 
     @driver_call("cuMemcpyHtoDAsync", context=True)
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -95,13 +96,52 @@ class FakeDriver(FakeVmm):
             raise fail(call, "INVALID_VALUE", "the source is not registered: the copy would not be asynchronous")
         if not self.gpu_may(target, nbytes, self._stack[-1], write=True):
             raise fail(call, "INVALID_VALUE", "the target is not writable")
-        ctypes.memmove(target, source, nbytes)
+        # As late as a real one may come: a source that is freed or reused before then is found out.
+        self._copies.setdefault(stream, []).append((target, source, nbytes))
+
+    @driver_call("cuCtxSynchronize", context=True)
+    def synchronize(self) -> None:
+        for stream in list(self._copies):
+            self._finish_copies(stream)
+
+    def _finish_copies(self, stream: int) -> None:
+        with self._copying:  # until they are done for every thread that waits for them
+            for target, source, nbytes in self._copies.pop(stream, []):
+                ctypes.memmove(target, source, nbytes)
 
     @driver_call("cuMemcpyDtoH", context=True)
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:
         if not self.gpu_may(source, nbytes, self._stack[-1]):
             raise fail("cuMemcpyDtoH", "INVALID_VALUE", "the source is not readable")
         ctypes.memmove(target, source, nbytes)
+
+    # Kernels
+
+    @driver_call("cuLibraryLoadData", context=True)
+    def library_load(self, code: bytes) -> int:
+        if code[:4] != b"\x7fELF":
+            raise fail("cuLibraryLoadData", "INVALID_IMAGE")
+        return self._number()
+
+    @driver_call("cuLibraryGetKernel", context=True)
+    def library_kernel(self, library: int, name: str) -> tuple[str, int]:
+        return name, self._stack[-1]
+
+    @driver_call("cuLaunchKernel")
+    def launch(
+        self, kernel: tuple[str, int], grid: tuple[int, int], threads: int, stream: int, parameters: int
+    ) -> None:
+        """Done when it returns: nothing here is asynchronous."""
+        from tests.support import fake_kernels  # brings numpy, which the daemon does without
+
+        name, ordinal = kernel
+        if min(grid) < 1 or grid[1] > 65_535 or not 0 < threads <= 1024:
+            raise fail("cuLaunchKernel", "INVALID_VALUE")
+        fake_kernels.run(name, parameters, lambda address, nbytes: self.gpu_may(address, nbytes, ordinal))
+
+    @driver_call("cuMemsetD32Async")
+    def memset_words_async(self, address: int, word: int, count: int, stream: int) -> None:
+        ctypes.memmove(address, word.to_bytes(4, "little") * count, 4 * count)
 
     # What a kernel does
 

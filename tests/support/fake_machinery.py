@@ -66,9 +66,9 @@ def driver_call(
                     self.enter(name, context)
                     result = method(self, *args, **kwargs)
                 except CudaCallFailed as error:
-                    self.log(call=name, args=[*map(str, args)], error=error.name)
+                    self.log(call=name, args=[str(a)[:200] for a in args], error=error.name)
                     raise
-                self.log(call=name, args=[*map(str, args)], result=str(result))
+                self.log(call=name, args=[str(a)[:200] for a in args], result=str(result))
                 return result
 
         return cast(Callable[Concatenate[_S, _P], _T], wrapped)

@@ -62,6 +62,8 @@ class FakeVmm:
         self._registered: dict[int, tuple[int, bool]] = {}
         self._contexts: Counter[int] = Counter()
         self._streams: set[int] = set()
+        self._copies: dict[int, list[tuple[int, int, int]]] = {}
+        self._copying = threading.Lock()
         self._current = threading.local()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         chosen = range(self.settings.gpus) if visible is None else [int(i) for i in visible.split(",") if i]
@@ -155,6 +157,9 @@ class FakeVmm:
             "HANDLE_TYPE_FABRIC_SUPPORTED": int(self.settings.fabric != "no"),
             "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": int(self.settings.host_numa),
             "HOST_NUMA_ID": 0,
+            "COMPUTE_CAPABILITY_MAJOR": 9,
+            "COMPUTE_CAPABILITY_MINOR": 0,
+            "MULTIPROCESSOR_COUNT": 132,
             "READ_ONLY_HOST_REGISTER_SUPPORTED": 1,
             "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": int(self.settings.ats),
         }.get(name, 0)
@@ -197,10 +202,6 @@ class FakeVmm:
         if not self._contexts[ordinal]:
             raise fail("cuDevicePrimaryCtxRelease", "INVALID_CONTEXT", "released more often than retained")
         self._contexts[ordinal] -= 1
-
-    @driver_call("cuCtxSynchronize", context=True)
-    def synchronize(self) -> None:
-        pass
 
     # Virtual memory management
 

@@ -160,7 +160,7 @@ def test_a_ticket_is_good_once(per_node: Daemon, dealer: zmq.Socket[bytes]) -> N
             second.redeem(attached.ticket, 5)
         for descriptor in granted.values():
             assert os.get_inheritable(descriptor) is False
-            with pytest.raises(OSError, match="Bad file descriptor"):
+            with pytest.raises(OSError, match=r"Bad file descriptor|Invalid argument"):
                 os.write(descriptor, b"x")
             os.close(descriptor)
 

@@ -109,7 +109,7 @@ def test_the_identity_does_not_depend_on_split_or_backing(folder: Path, checkpoi
     for number, (engram, host) in enumerate(
         (
             ({"placement": "cpu", "replication": "per_node"}, {"backing": "memfd"}),
-            ({"placement": "cpu"}, {"backing": "posix_shm"}),
+            ({"placement": "cpu"}, {"backing": "posix_shm", "keep": "off"}),
         )
     ):
         config = {"model_path": str(checkpoint), "tp_size": 5, "engram_config": engram, "host": host}
@@ -196,7 +196,7 @@ def test_a_wrong_rank_or_layer_or_device_is_named(per_node: Daemon) -> None:
         connect(per_node.endpoint, rank=0, world_size=1, layers=[1, 7], timeout=5)
     assert (caught.value.layer_id, caught.value.served) == (7, [1, 14])
     with pytest.raises(DeviceUnsupported):
-        connect(per_node.endpoint, rank=0, world_size=1, device="cuda:0")
+        connect(per_node.endpoint, rank=0, world_size=1, device="gpu")
     with connect(per_node.endpoint, rank=0, world_size=1, layers=[14]) as client:
         assert client.layers == (14,)
         with pytest.raises(UnknownLayer):
@@ -359,7 +359,7 @@ def test_status_names_what_is_served_and_by_whom(per_node: Daemon) -> None:
         timeout=60,
     ).stdout
     assert "per_node" in shown
-    assert "memfd" in shown
+    assert status.segments[0].info.backing in shown
 
 
 def test_the_running_daemon_has_loaded_neither_torch_nor_numpy(per_node: Daemon) -> None:

@@ -122,6 +122,7 @@ def test_a_cpu_rank_looks_up_in_host_memory_of_the_driver(
     scene: Scene, reference: CheckpointReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DRIVER_VARIABLE, FAKE[DRIVER_VARIABLE])
+    monkeypatch.setattr("engram_client.cuda.access._driver", None)  # this process may have the real one already
     with scene.daemon({"placement": "cpu", "replication": "per_node"}) as daemon:
         with connect(daemon.endpoint, rank=0, world_size=1) as client:
             for layer in client.layers:

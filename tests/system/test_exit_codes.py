@@ -86,7 +86,11 @@ def test_the_flag_replaces_the_files_object_as_a_whole(folder: Path, checkpoint:
 
 
 def test_gpu_placement_without_a_gpu_names_the_way_out(folder: Path, checkpoint: Path) -> None:
-    code, log = run_to_end(folder, {"model_path": str(checkpoint), "engram_config": {}})
+    no_driver = {
+        "ENGRAM_CUDA_DRIVER": "tests.support.fake_driver:FakeDriver",
+        "ENGRAM_FAKE_CUDA": '{"driver": false}',
+    }
+    code, log = run_to_end(folder, {"model_path": str(checkpoint), "engram_config": {}}, environ=no_driver)
     assert code == EXIT_CONFIG
     assert '{"placement": "cpu"}' in log
 
@@ -189,32 +193,40 @@ def test_a_socket_path_taken_by_a_file_is_refused_and_the_file_kept(folder: Path
     assert (folder / "run" / "control.sock").read_text() == "precious"
 
 
-# While it loads: a large dummy table whose loader is stopped, so that the state lasts as long as the test
+# While it loads: a loader that stops itself before its first step, so that the state lasts as long as the test
 
 SLOW = {
     "load_format": "dummy",
     "geometry": {
         "engram_layer_ids": [1],
         "engram_max_ngram_size": 4,
-        "engram_vocab_size": 60_000,
+        "engram_vocab_size": 2_000,
         "engram_n_heads": 8,
     },
     "engram_config": {"placement": "cpu", "replication": "per_node"},
-    "load": {"threads": 1},
 }
+STOPPING = """
+import os, signal, sys
+if "engram_server.load_child" in sys.orig_argv: os.kill(os.getpid(), signal.SIGSTOP)
+"""
 
 
 def loading(folder: Path) -> tuple[Daemon, psutil.Process]:
     """A daemon in the middle of a load, and its loader, stopped."""
-    daemon = Daemon(folder, SLOW)
+    (folder / "sitecustomize.py").write_text(STOPPING)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    daemon = Daemon(folder, SLOW, environ={"PYTHONPATH": path})
 
     def child() -> psutil.Process | None:
         children = psutil.Process(daemon.pid).children()
-        return children[0] if children else None
+        return children[0] if children and children[0].status() == psutil.STATUS_STOPPED else None
 
-    loader = wait_until(child, "the loader")
-    loader.suspend()
-    daemon.wait_for(State.LOADING)
+    try:
+        loader = wait_until(child, "the loader")
+        daemon.wait_for(State.LOADING)
+    except BaseException:
+        daemon.kill()
+        raise
     return daemon, loader
 
 
@@ -259,6 +271,36 @@ def test_sigterm_during_a_load_ends_the_loader_and_exits_0(folder: Path) -> None
         daemon.kill()
 
 
+def test_a_stop_that_reaches_the_loader_first_is_still_a_stop(folder: Path) -> None:
+    """A service manager signals every process of the unit, a terminal every process of the group."""
+    daemon, loader = loading(folder)
+    try:
+        assert os.getpgid(loader.pid) != os.getpgid(daemon.pid)
+        daemon.process.send_signal(signal.SIGSTOP)
+        loader.kill()
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.process.send_signal(signal.SIGCONT)
+        assert daemon.wait_for_exit() == EXIT_OK, daemon.log
+        assert "Traceback" not in daemon.log
+    finally:
+        daemon.kill()
+
+
+def test_clients_that_leave_while_the_daemon_loads_take_no_tickets(folder: Path) -> None:
+    daemon, loader = loading(folder)
+    try:
+        for _ in range(3):
+            waiting = start_waiting_client(daemon)
+            waiting.kill()
+            waiting.communicate()
+        loader.resume()
+        daemon.wait_for(State.READY)
+        assert daemon.stop() == EXIT_OK
+        assert "draining: <Leases: 0 tickets, 0 held>" in daemon.log
+    finally:
+        daemon.kill()
+
+
 def test_a_client_with_no_timeout_is_refused_at_once_while_the_daemon_loads(folder: Path) -> None:
     from engram_client.errors import NotAllowedNow
 
@@ -287,3 +329,81 @@ def test_a_killed_daemon_takes_its_loader_with_it(folder: Path) -> None:
     daemon.wait_for_exit()
     loader.resume() if loader.is_running() else None
     wait_until(lambda: not loader.is_running() or loader.status() == psutil.STATUS_ZOMBIE, "the loader's end")
+
+
+# How it was started
+
+
+def test_closed_standard_streams_do_not_lend_their_numbers_to_the_tables(folder: Path, checkpoint: Path) -> None:
+    wrapper = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu", "replication": "per_node"}}
+    with running(folder, config, wrapper=wrapper) as daemon:
+        descriptors = Path(f"/proc/{daemon.pid}/fd")
+        assert {os.readlink(descriptors / str(number)) for number in (0, 1, 2)} == {os.devnull}
+        with connect(daemon.endpoint, rank=0, world_size=1, timeout=5) as client:
+            assert client.layers == (1, 14)
+
+
+@pytest.mark.parametrize("limit", [16, 24, 100])
+def test_too_small_a_limit_of_open_files_is_named(limit: int, folder: Path, checkpoint: Path) -> None:
+    daemon = Daemon(
+        folder,
+        {"model_path": str(checkpoint), "engram_config": CPU},
+        wrapper=("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh"),
+    )
+    assert daemon.wait_for_exit() == EXIT_RESOURCES
+    assert "TooFewDescriptors" in daemon.log
+    assert "Traceback" not in daemon.log
+
+
+def test_the_daemon_and_its_loader_need_no_particular_working_folder(folder: Path, checkpoint: Path) -> None:
+    """Nor one that can be entered, nor names of letters only."""
+    odd = folder / "тест folder"
+    (odd / "cwd").mkdir(parents=True)
+    path = str(Path(__file__).parents[2])
+    wrapper = ("sh", "-c", f'cd "{odd}/cwd" && rmdir "{odd}/cwd" && exec "$@"', "sh")
+    config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu", "replication": "per_node"}}
+    with running(odd, config, wrapper=wrapper, environ={"PYTHONPATH": path}) as daemon:
+        with connect(daemon.endpoint, rank=0, world_size=1, timeout=5) as client:
+            assert client.layers == (1, 14)
+
+
+def test_a_second_daemon_does_not_take_the_descriptor_socket_of_another_endpoint(
+    folder: Path, checkpoint: Path
+) -> None:
+    shared = str(folder / "shared" / "handover.sock")
+    config = {
+        "model_path": str(checkpoint),
+        "engram_config": {"placement": "cpu", "replication": "per_node"},
+        "control": {"handover": shared},
+    }
+    with running(folder / "a", config) as first:
+        second = Daemon(folder / "b", config)
+        assert second.wait_for_exit() == EXIT_ALREADY_RUNNING
+        assert shared in second.log
+        with connect(first.endpoint, rank=0, world_size=1, timeout=5, handover=shared) as client:
+            assert client.server_alive
+
+
+# What the machine does not have
+
+
+def test_a_table_larger_than_the_machine_ends_with_3_and_wakes_who_waits(folder: Path) -> None:
+    """Refused before a page is taken, with both numbers."""
+    geometry = {**SLOW["geometry"], "engram_vocab_size": 1 << 40}
+    code, log = run_to_end(folder, {**SLOW, "geometry": geometry})
+    assert code == EXIT_RESOURCES
+    assert "NotEnoughMemory" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(("mount", "fill"), [("size=1m", ""), ("size=16m", "head -c 8m /dev/zero > /dev/shm/others")])
+def test_a_small_or_full_dev_shm_ends_with_3_and_names_the_way_out(mount: str, fill: str, folder: Path) -> None:
+    if subprocess.run(["unshare", "--mount", "true"]).returncode:
+        pytest.skip("no mount namespaces here")
+    prepare = f"mount -t tmpfs -o {mount} test /dev/shm; {fill or ':'}"
+    wrapper = ("unshare", "--mount", "sh", "-ec", f'{prepare}; exec "$@"', "sh")
+    code, log = run_to_end(folder, {**SLOW, "host": {"backing": "posix_shm"}}, wrapper=wrapper)
+    assert code == EXIT_RESOURCES
+    assert "NotEnoughSpace: /dev/shm has" in log
+    assert 'host.backing to "memfd"' in log

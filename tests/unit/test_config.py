@@ -197,7 +197,6 @@ def test_values_that_only_fail_together_with_others_are_refused_with_their_path(
         ({}, "model_path"),
         (with_model(node_rank=2, nnodes=2), "node_rank"),
         (with_model(devices=[]), "devices"),
-        (with_model(devices=[1, 1]), "devices"),
         (with_model(control={"endpoint": "ipc:///run/a", "handover": "/run/a"}), "control.handover"),
     ):
         with pytest.raises(ConfigInvalid) as caught:

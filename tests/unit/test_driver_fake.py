@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engram_client.cuda import access
 from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.cuda.driver import Driver, HandleTypes, Location
 from engram_client.errors import CudaCallFailed, CudaUnavailable, NoDriver
@@ -219,6 +220,7 @@ def test_without_a_driver_the_error_says_so() -> None:
 
 
 def test_a_variable_that_names_no_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_driver", None)  # whatever another test has made
     for named in ("nowhere:Driver", "json:Driver", "nothing", ":"):
         monkeypatch.setenv(DRIVER_VARIABLE, named)
         with pytest.raises(CudaUnavailable):

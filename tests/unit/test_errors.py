@@ -54,6 +54,7 @@ def test_families_have_a_docstring_and_no_message_of_their_own() -> None:
         "ConfigError",
         "ResourceError",
         "CheckpointError",
+        "AdoptError",
         "ConnectError",
         "MessageError",
         "CudaError",

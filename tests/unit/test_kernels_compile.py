@@ -17,7 +17,7 @@ pytest.importorskip("cuda.core")
 from engram_client.errors import KernelCompileFailed
 from engram_client.layout import RowFormat
 from engram_client.lookup import nvrtc
-from engram_client.lookup.shapes import Kind, Memory, exchange_shape, shape_for
+from engram_client.lookup.shapes import KERNELS, Kind, Memory, count_shape, exchange_shape, shape_for
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 RANKS = 8
@@ -58,7 +58,7 @@ def test_every_kernel_keeps_its_rows_in_registers(compiled, arch):
 
 def test_every_shape_names_a_kernel_that_exists(compiled):
     kernels = set(report(compiled["sm_90"][1]))
-    named = {exchange_shape(100).kernel, "order_count", "order_scan", "order_place"}
+    named = {exchange_shape(100).kernel, count_shape(100, 132).kernel, "order_count", "order_scan", "order_place"}
     for memory in Memory:
         for row_format in RowFormat:
             for tables in (1, 2):
@@ -69,7 +69,7 @@ def test_every_shape_names_a_kernel_that_exists(compiled):
                             for ordered in (False, True):
                                 shape = shape_for(kind, tokens, 24, 132, ordered=ordered)
                                 named |= {shape.kernel} | ({shape.then} if shape.then else set())
-    assert named == kernels
+    assert named == kernels == set(KERNELS)
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words():

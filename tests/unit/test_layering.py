@@ -19,10 +19,21 @@ VOCABULARY = ("", ".protocol", ".endpoint", ".errors", ".layout", ".identity", "
 
 LOADER_CHILD = frozenset(
     f"engram_server.{name}"
-    for name in ("load_child", "device_target", "fill", "reader", "verify", "generate", "make_checkpoint")
+    for name in (
+        "load_child",
+        "check_child",
+        "device_target",
+        "fill",
+        "reader",
+        "verify",
+        "generate",
+        "make_checkpoint",
+        "forecast",
+        "doctor",
+    )
 )
-"""Modules of the loader child (and of the tool that makes checkpoints): they use numpy, and nothing that the
-daemon imports may import them."""
+"""Modules of the loader child and of tools that do its work: they use numpy, and nothing that the daemon
+imports may import them."""
 
 
 def modules_of(package: str) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from engram_client.errors import TicketInvalid, TooManyClients
-from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, State
+from engram_client.errors import TicketInvalid, TooManyClients, UnknownLease
+from engram_client.protocol import TICKET_BYTES, TICKET_LIFETIME_S, Attach, Request, State, Status
 from engram_server import state
-from engram_server.leases import MAX_TICKETS, Grant, Leases, Peer
+from engram_server.leases import Grant, Leases, Peer
+from engram_server.tickets import MAX_TICKETS
 
 GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu", name="engine")
 PEER = Peer(pid=7, uid=8, gid=9)
@@ -84,4 +87,31 @@ def test_every_state_can_end_and_every_request_has_states_that_answer_it() -> No
     ends = {State.DRAINING, State.FAILED}
     for current in set(State) - ends:
         assert ends <= state.TRANSITIONS[current]
-    assert all(state.ANSWERS.values())
+    assert set(state.RULES) == set(get_args(Request))
+    assert all(rule.answered for rule in state.RULES.values())
+    assert not any(rule.answered & rule.waits for rule in state.RULES.values())
+
+
+def test_only_looking_and_attaching_are_for_everybody() -> None:
+    assert {kind for kind, rule in state.RULES.items() if rule.role is state.Role.PEER} == {Attach, Status}
+    for kind, rule in state.RULES.items():
+        assert ("permit" in kind.__struct_fields__) == (rule.role is state.Role.OWNER)
+
+
+def test_a_lease_that_is_not_held_is_named_with_those_that_are() -> None:
+    leases = Leases(Clock())
+    lease = leases.redeem(leases.issue(GRANT), PEER)
+    assert leases.find(lease.id) is lease
+    with pytest.raises(UnknownLease) as caught:
+        leases.find(lease.id + 1)
+    assert caught.value.held == [lease.id]
+
+
+def test_the_last_sign_of_life_is_counted_from_when_it_came() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    lease = leases.redeem(leases.issue(GRANT), PEER)
+    clock.now += 4
+    leases.seen(lease)
+    clock.now += 3
+    assert [(shown.age_s, shown.last_seen_s) for shown in leases.snapshot()] == [(7, 3)]

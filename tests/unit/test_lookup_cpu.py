@@ -277,13 +277,16 @@ def test_tensors_of_inference_mode_are_served() -> None:
         check(table, hashed_ids(3), hashed=True)
 
 
-def test_stored_rows_are_assembled_in_any_order() -> None:
-    table = opened(whole(GEOMETRY), RowFormat.PLANAR)
-    packed = packed_of(VALUES, SCALES)
-    order = torch.tensor([[5, -1], [ROWS - 1, 0], [5, 3]])
-    out = torch.empty(3, 2, 256, dtype=torch.bfloat16)
-    table.assemble(torch.from_numpy(packed), order, out)
-    assert np.array_equal(bits(out), dequantised(expected(order)[0]))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_an_exchange_left_is_put_in_the_tokens_order(ranks: int) -> None:
+    ids = hashed_ids(4)
+    received = [opened(shard(GEOMETRY, r, ranks), RowFormat.PLANAR) for r in range(ranks)]
+    packed = [one.lookup_raw(ids, hashed=True, columns=one.shard.columns).rows.reshape(-1) for one in received]
+    out = torch.empty(4, COLUMNS, 256, dtype=torch.bfloat16)
+    invalid = received[0].assemble(torch.cat(packed), ids, out)
+    whole_table = opened(whole(GEOMETRY), RowFormat.PACKED)
+    assert np.array_equal(bits(out), bits(whole_table.lookup(ids, hashed=True).rows))
+    assert invalid == whole_table.count_invalid(ids, hashed=True)
 
 
 def _lookup_in_child(results: multiprocessing.Queue) -> None:  # type: ignore[type-arg]

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from engram_client.layout import ROW_VALUES, RowFormat
 from engram_client.lookup import kernels, nvrtc
 from engram_client.lookup.kernels import MAX_ITEMS, Part, division_constants
-from engram_client.lookup.shapes import MAX_BUCKETS_SHIFT, SORT_FROM_IDS, Kind, Memory, bucket_shift, shape_for, sorts
+from engram_client.lookup.shapes import (
+    MAX_BUCKETS_SHIFT,
+    PREFETCH_BLOCKS,
+    SORT_FROM_IDS,
+    Kind,
+    Memory,
+    bucket_shift,
+    shape_for,
+    sorts,
+)
 
 MULTIPROCESSORS = 132
 
@@ -41,6 +50,25 @@ def test_the_kernels_division_is_exact_around_multiples(divisor, factor):
 @given(st.integers(1, 2**42))
 def test_buckets_stay_below_what_one_block_scans(rows):
     assert rows >> bucket_shift(rows) < 2**MAX_BUCKETS_SHIFT
+
+
+@given(
+    st.sampled_from(list(Memory)),
+    st.sampled_from(list(RowFormat)),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 2**20),
+    st.one_of(st.integers(1, 100), st.integers(1, 2**20)),
+)
+def test_a_launch_that_is_held_back_uses_no_more_blocks_and_walks_its_grid(
+    memory, row_format, tables, raw, peer, tokens, columns
+):
+    kind = Kind(memory, row_format, tables, raw=raw, peer=peer)
+    for ordered in (False, True):
+        shape = shape_for(kind, tokens, columns, MULTIPROCESSORS, ordered=ordered, blocks=PREFETCH_BLOCKS)
+        assert 0 < shape.grid[0] * shape.grid[1] <= PREFETCH_BLOCKS
+        assert shape.kernel != "gather_few_bf16"
 
 
 @given(

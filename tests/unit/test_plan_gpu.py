@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,6 +113,19 @@ def test_more_ranks_than_gpus_are_refused_and_a_whole_copy_serves_any_number() -
     assert refused.value.fields == {"ranks": 8, "gpus": 4}
     assert len(plan(gpus(4), tp_size=8, nnodes=2).segments) == 8
     assert len(plan(gpus(4), tp_size=8, replication="per_node").segments) == 8
+
+
+def test_ranks_may_share_a_gpu_and_a_copy_is_spread_over_each_once() -> None:
+    one = gpus(1, peers=False)
+    shared = msgspec.structs.replace(one, count=4, devices=one.devices * 4)
+    made = plan(shared, lookup="peer_read", model=SMALL, tp_size=4)
+    assert [(segment.rank, segment.device) for segment in made.segments] == [(rank, "GPU-0") for rank in range(4)]
+    (copy,) = plan(shared, replication="per_node", model=SMALL).segments
+    assert copy.shard.rows == SMALL.tables()[0].rows
+    full = msgspec.structs.replace(one.devices[0], free=GIB)
+    with pytest.raises(NotEnoughGpuMemory) as caught:
+        plan(msgspec.structs.replace(shared, devices=(full,) * 4), tp_size=4)
+    assert caught.value.gpus == ["GPU-0"]
 
 
 def test_gpus_that_cannot_read_each_other_serve_collectives_only() -> None:

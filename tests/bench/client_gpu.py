@@ -1,0 +1,219 @@
+"""A GPU client against a real daemon, on one GPU: host cost of a call, prefetch beside GEMMs, attach, GPU memory.
+
+    python -m tests.bench.client_gpu [--parts call,prefetch,attach] [--prefetch-gib 8] [--attach-gib 24]
+
+Results as CSV in bench-results/client_gpu.csv. Attach with tables of 90 GiB takes a minute or two a backing, nearly
+all of it to make them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engram_client import connect
+from engram_client.cuda.access import cuda_driver
+from engram_client.lookup.cuda import GpuRows
+from engram_client.lookup.kernels import Ids, Out
+from tests.bench.gpu_support import ColumnIds, Results, commit_of, dummy_daemon
+
+CALLS = 2000
+GEMM = 4096
+GEMMS = 12
+"""Of 4096^3 in bfloat16: some 2.5 ms, a few layers of a model between the hash of the ids and their use."""
+ITERATIONS = 20
+ATTACH = """
+import sys, time, json
+from engram_client import connect
+from engram_client.gpu import prepare
+import torch
+ordinal = int(sys.argv[2])
+torch.zeros(1, device=f"cuda:{ordinal}")
+prepare(ordinal)
+print("ready", flush=True)
+sys.stdin.readline()
+begin = time.perf_counter()
+client = connect(sys.argv[1], rank=int(sys.argv[3]), world_size=2, device=f"cuda:{ordinal}")
+took = time.perf_counter() - begin
+rows = client.table(1).lookup(torch.arange(24, device=f"cuda:{ordinal}"))
+torch.cuda.synchronize()
+print(json.dumps({"attach_s": took, "first_row_s": time.perf_counter() - begin}), flush=True)
+sys.stdin.readline()
+begin = time.perf_counter()
+client.close()
+print(json.dumps({"close_s": time.perf_counter() - begin}), flush=True)
+"""
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds of the calling thread, launches not waited for; the least of some runs."""
+    found = []
+    for _ in range(5):
+        call()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found.append((time.perf_counter() - begin) / CALLS * 1e6)
+        torch.cuda.synchronize()
+    return min(found)
+
+
+def call_cost(results: Results) -> None:
+    with dummy_daemon({"placement": "gpu", "replication": "per_node"}, 0.25, [1, 14], devices=[0]) as daemon:
+        with connect(daemon.endpoint, rank=0, world_size=1, device="cuda:0") as client:
+            table = client.table(1)
+            local = table.local
+            if not isinstance(local, GpuRows):
+                raise SystemExit("no table on a GPU")
+            ids = ColumnIds(table.columns, 1, 1, torch.device("cuda:0")).ids[0]
+            out = torch.empty(1, 24, 256, dtype=torch.bfloat16, device="cuda")
+            stream = torch.cuda.current_stream().cuda_stream
+            gather, view, outs = local._plain[True], Ids(ids.data_ptr(), 8, 1, 24, 192, 8), [Out(out.data_ptr())]
+            both = torch.stack([ids, ids], dim=1)
+            for name, call in {
+                "host cost: Gather(), addresses at hand": lambda: gather(view, outs, stream),
+                "host cost: table.lookup(ids, out, hashed=True)": lambda: table.lookup(ids, out, hashed=True),
+                "host cost: table.lookup(ids, hashed=True)": lambda: table.lookup(ids, hashed=True),
+                "host cost: table.prefetch(ids).wait()": lambda: table.prefetch(ids, hashed=True).wait(),
+                "host cost: client.lookup_all(ids)": lambda: client.lookup_all(both),
+                "host cost: torch.index_select, for comparison": lambda: torch.index_select(out[0], 0, ids[0] * 0),
+            }.items():
+                results.add(name, host_us(call), "us")
+            for tokens in (1, 16, 128, 1024):
+                sets = ColumnIds(table.columns, tokens, 50, torch.device("cuda:0"))
+                rows = torch.empty(tokens, 24, 256, dtype=torch.bfloat16, device="cuda")
+                eager = replay(lambda one, rows=rows: table.lookup(one, rows, hashed=True), sets)
+                results.add(f"device: table.lookup(out) in a graph, 0.25 GiB HBM, T={tokens}", eager, "us")
+
+
+def replay(launch: Callable[[torch.Tensor], Any], sets: ColumnIds) -> float:
+    from tests.bench.gpu_support import replay_us
+
+    return replay_us(sets, launch)
+
+
+def prefetch_beside_gemms(results: Results, gib: float) -> None:
+    """One iteration: prefetch two layers, GEMMs, use the rows. In a graph, so that the host's cost does not show."""
+    whole = {"placement": "cpu", "replication": "per_node"}
+    with dummy_daemon(whole, gib, [1, 14], host={"backing": "cuda_host"}) as daemon:
+        with connect(daemon.endpoint, rank=0, world_size=1, device="cuda:0") as client:
+            tables = [client.table(layer) for layer in client.layers]
+            a, b = (torch.randn(GEMM, GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            c = torch.empty_like(a)
+            for tokens in (16, 128, 1024):
+                sets = [ColumnIds(table.columns, tokens, 1, torch.device("cuda:0")) for table in tables]
+                alone = iteration_us(lambda: None, lambda begun: None, (a, b, c), sets)
+
+                def begin(sets: list[ColumnIds] = sets) -> list[Any]:
+                    return [t.prefetch(s.ids[0], hashed=True) for t, s in zip(tables, sets, strict=True)]
+
+                def use(begun: list[Any]) -> None:
+                    for pending in begun:
+                        pending.wait()
+
+                beside = iteration_us(begin, use, (a, b, c), sets)
+                slower = 100 * (beside[0] / alone[0] - 1)
+                note = f"GEMMs {alone[0]:.0f} us alone, {beside[0]:.0f} us beside, {gib} GiB host tables"
+                results.add(f"prefetch of 2 layers, T={tokens}: GEMMs slower by", slower, "%", note)
+                results.add(f"prefetch of 2 layers, T={tokens}: consumer waits", beside[1] - alone[1], "us")
+
+
+def iteration_us(begin: Callable[[], Any], use: Callable[[Any], Any], gemm: tuple[Any, Any, Any], sets: Any) -> Any:
+    """Median microseconds of the GEMMs, and from their end to the rows' being there."""
+    a, b, c = gemm
+    marks = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]
+
+    def body() -> None:
+        begun = begin()
+        marks[0].record()
+        for _ in range(GEMMS):
+            torch.mm(a, b, out=c)
+        marks[1].record()
+        use(begun)
+        marks[2].record()
+
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    times = []
+    for k in range(ITERATIONS + 5):
+        for one in sets:
+            one.fresh()
+        graph.replay()
+        torch.cuda.synchronize()
+        if k >= 5:
+            times.append((1e3 * marks[0].elapsed_time(marks[1]), 1e3 * marks[1].elapsed_time(marks[2])))
+    return tuple(statistics.median(column) for column in zip(*times, strict=True))
+
+
+def attach(results: Results, gib: float, backings: list[str]) -> None:
+    """Two ranks attach at once; on one GPU both to it."""
+    devices = min(2, torch.cuda.device_count())
+    driver = cuda_driver()
+    for backing in backings:
+        before = [driver.memory_info(ordinal)[0] for ordinal in range(devices)]
+        whole = {"placement": "cpu", "replication": "per_node"}
+        with dummy_daemon(whole, gib, [1], host={"backing": backing}) as daemon:
+            time.sleep(1)  # the driver gives the loader's context back in its own time
+            taken = max(was - driver.memory_info(k)[0] for k, was in enumerate(before)) / (1 << 20)
+            results.add(f"daemon with {backing}: GPU memory it takes", taken, "MiB")
+            command = [sys.executable, "-c", ATTACH, daemon.endpoint]
+            ranks = [
+                subprocess.Popen(
+                    [*command, str(rank % devices), str(rank)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for rank in range(2)
+            ]
+            for rank in ranks:
+                assert rank.stdout is not None
+                assert rank.stdout.readline() == "ready\n"
+            for rank in ranks:
+                assert rank.stdin is not None
+                rank.stdin.write("go\n")
+                rank.stdin.flush()
+            reports = [json.loads(rank.stdout.readline()) for rank in ranks]  # type: ignore[union-attr]
+            ends = [json.loads(rank.communicate("go\n")[0]) for rank in ranks]
+            note = f"{gib} GiB, {devices} GPUs"
+            for name in ("attach_s", "first_row_s"):
+                slowest = max(report[name] for report in reports)
+                results.add(f"2 ranks at once on {backing}: slowest {name[:-2]}", slowest, "s", note)
+            results.add(f"2 ranks at once on {backing}: slowest close", max(e["close_s"] for e in ends), "s", note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="call,prefetch,attach")
+    parser.add_argument("--prefetch-gib", type=float, default=8)
+    parser.add_argument("--attach-gib", type=float, default=24)
+    parser.add_argument("--backings", default="cuda_host,memfd")
+    parser.add_argument("--commit", default=commit_of())
+    parser.add_argument("--out", type=Path, default=Path("bench-results/client_gpu.csv"))
+    options = parser.parse_args()
+    torch.zeros(1, device="cuda")
+    results = Results(options.out, options.commit)
+    parts = options.parts.split(",")
+    if "call" in parts:
+        call_cost(results)
+    if "prefetch" in parts:
+        prefetch_beside_gemms(results, options.prefetch_gib)
+    if "attach" in parts:
+        attach(results, options.attach_gib, options.backings.split(","))
+
+
+if __name__ == "__main__":
+    main()

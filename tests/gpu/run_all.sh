@@ -1,0 +1,60 @@
+#!/bin/bash
+# Everything that needs a GPU, in one go: tests/gpu/run_all.sh one|two [FOLDER]
+#
+#   one   all tests of one GPU, then the benchmarks of a client beside one GPU
+#   two   the tests that need two GPUs, then the benchmarks over two
+#
+# Logs and CSV files go to FOLDER (bench-results). A step that fails or is late does not stop the next; the exit
+# status tells. From the environment, with what stands here if not given:
+#   PYTHON=python3            an interpreter with the packages of the extras rank, cuda, server and dev
+#   TEST_LIMIT=180 BENCH_LIMIT=120     seconds
+#   PREFETCH_GIB=8 ATTACH_GIB=24 BACKINGS=cuda_host,memfd     sizes of `one`
+#   SPLIT_GIB=16 TOKENS=1,16,128,1024,8192                    of `two`
+#   SGLANG=                   sglang's engram_gather.py, for comparison
+#   COMMIT=                   what the CSV files say, where there is no git
+#   PARTS=test,bench          what of it
+set -u
+kind=${1:?one or two}
+out=${2:-bench-results}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/../.." || exit 2
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 ENGRAM_TEST_GIB=${ENGRAM_TEST_GIB:-1}
+status=0
+
+step() { # name, limit, command...
+    local name=$1 limit=$2
+    shift 2
+    echo "== $name"
+    local begin=$SECONDS
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+    local code=${PIPESTATUS[0]}
+    echo "== $name: exit $code after $((SECONDS - begin)) s"
+    [ "$code" -eq 0 ] || status=1
+}
+
+# Without the C helper everything works, slower.
+"$python" setup.py -q build_ext --inplace >"$out/build.log" 2>&1 || echo "no C helper: see $out/build.log"
+
+commit=(${COMMIT:+--commit "$COMMIT"})
+parts=${PARTS:-test,bench}
+tests=("$python" -m pytest -m gpu -q -p no:cacheprovider --durations=12)
+case $kind in
+one)
+    [[ $parts != *test* ]] || step test_one "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu
+    [[ $parts != *bench* ]] || step bench_one "${BENCH_LIMIT:-120}" "$python" -m tests.bench.client_gpu \
+        --prefetch-gib "${PREFETCH_GIB:-8}" --attach-gib "${ATTACH_GIB:-24}" --backings "${BACKINGS:-cuda_host,memfd}" \
+        --out "$out/client_gpu.csv" "${commit[@]}"
+    ;;
+two)
+    [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu -k "two_gpus or peer"
+    [[ $parts != *bench* ]] || step bench_two "${BENCH_LIMIT:-120}" "$python" -m tests.bench.two_gpus \
+        --gib "${SPLIT_GIB:-16}" --tokens "${TOKENS:-1,16,128,1024,8192}" ${SGLANG:+--sglang "$SGLANG"} \
+        --out "$out/two_gpus.csv" "${commit[@]}"
+    ;;
+*)
+    echo "one or two, not $kind" >&2
+    exit 2
+    ;;
+esac
+exit $status

@@ -1,0 +1,152 @@
+"""The lookup kernels as numpy, for the fake driver: reads a launch's parameters as gather.cu would and does the
+same to host memory, which is what the fake's device memory is. Slow, and independent of the code that packs them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.support.tables import reference_bf16
+
+HEAD = struct.Struct("<QqIIIIIIIIQIIIIIIIIII")
+TARGET = struct.Struct("<QQQQqqqQQII")
+SHARD = struct.Struct("<QQq")
+MAX_TABLES = 4
+
+
+class Launch(NamedTuple):
+    table_stride: int
+    tables: int
+    out_scale_stride: int
+    ids: int
+    token_stride: int
+    column_stride: int
+    items: int
+    columns: int
+    value_stride: int
+    scale_stride: int
+    out_value_stride: int
+    id_bytes: int
+
+
+class Target(NamedTuple):
+    out_values: int
+    out_scales: int
+    values: int
+    scales: int
+    start: int
+    count: int
+    rows: int
+    column_starts: int
+    invalid: int
+    shard_first: int
+    shard_count: int
+
+
+def array(address: int, kind: Any, *shape: int) -> np.ndarray:
+    """Memory at an address as a writable array."""
+    count = int(np.prod(shape))
+    nbytes = count * np.dtype(kind).itemsize
+    if not nbytes:
+        return np.empty(shape, kind)
+    return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), kind).reshape(shape)
+
+
+def run(name: str, parameters: int, readable: Callable[[int, int], bool]) -> None:
+    """Does what kernel `name` does. `readable`: whether the GPU may read so many bytes at an address."""
+    first = int(array(parameters, np.uint64, 1)[0])
+    head = HEAD.unpack(bytes(array(first, np.uint8, HEAD.size)))
+    launch = Launch(head[1], head[2], head[3], *head[10:15], *head[17:21])
+    targets = [
+        Target(*TARGET.unpack(bytes(array(first + HEAD.size + k * TARGET.size, np.uint8, TARGET.size))))
+        for k in range(launch.tables)
+    ]
+    if name.startswith(("order_", "fill_")):
+        return  # what is ordered gives the same rows
+    if name in ("dequantise_exchanged", "count_invalid"):
+        if name == "dequantise_exchanged":
+            exchanged(launch, targets[0])
+        judge(launch, targets[0], ids_of(launch, 0))
+        return
+    for index, target in enumerate(targets):
+        ids = ids_of(launch, index)
+        spans = [(target.values, target.scales, target.start, target.start + target.count)]
+        if "_peer_" in name:
+            second = int(array(parameters, np.uint64, 2)[1])
+            shards = [
+                SHARD.unpack(bytes(array(second + (target.shard_first + k) * SHARD.size, np.uint8, SHARD.size)))
+                for k in range(target.shard_count)
+            ]
+            stops = [shard[2] for shard in shards[1:]] + [target.start + target.count]
+            spans = [(*shard, stop) for shard, stop in zip(shards, stops, strict=True)]
+        gather(launch, target, ids, spans, "raw" in name, readable)
+        judge(launch, target, ids)
+
+
+def ids_of(launch: Launch, table: int) -> np.ndarray:
+    tokens = launch.items // launch.columns
+    nbytes = launch.id_bytes
+    offsets = np.arange(tokens)[:, None] * launch.token_stride + np.arange(launch.columns) * launch.column_stride
+    span = int(offsets.max()) + nbytes
+    memory = array(launch.ids + table * launch.table_stride, np.uint8, span)
+    picked = memory[offsets.reshape(-1, 1) + np.arange(nbytes)]
+    return np.ascontiguousarray(picked).view(np.int64 if nbytes == 8 else np.int32).ravel().astype(np.int64)
+
+
+def in_column(launch: Launch, target: Target, ids: np.ndarray) -> np.ndarray:
+    starts = array(target.column_starts, np.int64, launch.columns + 1)
+    column = np.arange(len(ids)) % launch.columns
+    return (ids >= starts[column]) & (ids < starts[column + 1])
+
+
+def judge(launch: Launch, target: Target, ids: np.ndarray) -> None:
+    hashed = target.column_starts != 0
+    good = (ids <= 0) | in_column(launch, target, ids) if hashed else ids < target.rows
+    bad = np.flatnonzero(~good)
+    if len(bad):
+        counter = array(target.invalid, np.int64, 3)
+        if counter[0] == 0:
+            counter[1:] = ids[bad[0]], bad[0]
+        counter[0] += len(bad)
+
+
+def gather(
+    launch: Launch,
+    target: Target,
+    ids: np.ndarray,
+    spans: list[tuple[int, int, int, int]],
+    raw: bool,
+    readable: Callable[[int, int], bool],
+) -> None:
+    values, scales = np.zeros((len(ids), 256), np.uint8), np.zeros((len(ids), 8), np.uint8)
+    wanted = np.ones(len(ids), bool) if not target.column_starts else in_column(launch, target, ids)
+    for value_at, scale_at, start, stop in spans:
+        for k in np.flatnonzero(wanted & (ids >= start) & (ids < stop)):
+            row = int(ids[k]) - start
+            value, scale = value_at + row * launch.value_stride, scale_at + row * launch.scale_stride
+            assert readable(value, 256), "a kernel would fault"
+            assert readable(scale, 8), "a kernel would fault"
+            values[k], scales[k] = array(value, np.uint8, 256), array(scale, np.uint8, 8)
+    store(launch, target, values, scales, raw)
+
+
+def store(launch: Launch, target: Target, values: np.ndarray, scales: np.ndarray, raw: bool) -> None:
+    rows = values if raw else reference_bf16(values, scales).view(np.uint8)
+    assert target.out_values % 16 == 0
+    for k in range(len(values)):
+        array(target.out_values + k * launch.out_value_stride, np.uint8, rows.shape[1])[:] = rows[k]
+        if raw:
+            array(target.out_scales + k * launch.out_scale_stride, np.uint8, 8)[:] = scales[k]
+
+
+def exchanged(launch: Launch, target: Target) -> None:
+    """[shards, tokens, columns / shards, 264] to [tokens, columns, 256]."""
+    shards = target.shard_count
+    tokens, width = launch.items // launch.columns, launch.columns // shards
+    packed = array(target.values, np.uint8, shards, tokens, width, 264).transpose(1, 0, 2, 3).reshape(-1, 264)
+    store(launch, target, np.ascontiguousarray(packed[:, :256]), np.ascontiguousarray(packed[:, 256:]), raw=False)

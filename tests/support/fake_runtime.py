@@ -1,0 +1,49 @@
+"""torch.cuda for the fake driver's GPUs, whose memory is the host's: tensors are the CPU's, streams do nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from engram_client.cuda.access import cuda_driver
+from engram_client.lookup import runtime
+
+
+class FakeSide:
+    handle = 7
+
+    def __init__(self, ordinal: int) -> None:
+        self.log: list[str] = []
+
+    def follow_current(self) -> None:
+        self.log.append("fork")
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def event(self) -> object:
+        return object()
+
+    def record(self, event: object) -> None:
+        self.log.append("record")
+
+    def current_waits(self, event: object) -> None:
+        self.log.append("wait")
+
+
+capturing = False
+
+
+def install() -> None:
+    """For the rest of this process."""
+    runtime.device = lambda ordinal: torch.device("cpu")
+    runtime.current_stream = lambda ordinal: 0
+    runtime.is_current = lambda ordinal: True
+    runtime.capturing = lambda: capturing
+    runtime.current = current
+    runtime.SideStream = FakeSide  # type: ignore[assignment,misc]
+
+
+def current(ordinal: int) -> AbstractContextManager[None]:
+    return cuda_driver().context(ordinal)

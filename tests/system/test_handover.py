@@ -1,0 +1,59 @@
+"""The daemon's end of the descriptor socket, when something fails in its own hands."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from engram_client.errors import InternalError, TransferCut
+from engram_client.handover import HandoverConnection
+from engram_server.config import ControlConfig
+from engram_server.handover import Handover
+from engram_server.leases import Grant, Leases
+from engram_server.sockets import listen_for_handover
+
+GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu", name="x")
+
+
+def test_a_descriptor_that_is_not_there_costs_one_peer_its_connection_and_leaves_no_lease(folder: Path) -> None:
+    """An exception in a callback of the loop would otherwise be logged, and the peer left to wait for nothing."""
+    path = str(folder / "handover")
+    leases = Leases(time.monotonic)
+
+    def missing(segment: str) -> int:
+        raise KeyError(segment)
+
+    def ask() -> None:
+        with HandoverConnection.open(path, 10) as connection, pytest.raises(InternalError, match="L1"):
+            connection.redeem(leases.issue(GRANT), 10)
+
+    async def serve() -> None:
+        handover = Handover(listen_for_handover(path, ControlConfig()), ControlConfig(), "epoch", leases, missing)
+        try:
+            for _ in range(2):
+                await asyncio.to_thread(ask)
+            assert (leases.held, leases.open_tickets) == (0, 0)
+        finally:
+            handover.close()
+
+    uvloop.run(serve())
+
+
+def test_a_redeem_after_the_daemons_end_is_a_cut_transfer(folder: Path) -> None:
+    path = str(folder / "handover")
+
+    async def serve() -> None:
+        leases = Leases(time.monotonic)
+        handover = Handover(
+            listen_for_handover(path, ControlConfig()), ControlConfig(), "epoch", leases, lambda name: 0
+        )
+        connection = await asyncio.to_thread(HandoverConnection.open, path, 10)
+        handover.close()
+        with connection, pytest.raises(TransferCut):
+            await asyncio.to_thread(connection.redeem, b"x" * 32, 10)
+
+    uvloop.run(serve())
