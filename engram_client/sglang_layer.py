@@ -16,7 +16,6 @@ from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from engram_client import rows as row_bytes
 from engram_client import sglang as plugin
 from engram_client.api import Table
 from engram_client.errors import (
@@ -26,7 +25,7 @@ from engram_client.errors import (
     LayerGeometryMismatch,
     WrongShape,
 )
-from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, TableGeometry, shard
+from engram_client.layout import ROW_SCALES, ROW_VALUES, TableGeometry, shard
 from engram_client.protocol import Lookup, Replication
 from engram_client.sglang_attach import LINE, Place, Settings, client_of_process
 
@@ -212,17 +211,18 @@ class ServedTable:
         self._seen[name] = picked.to("cpu")
 
     def prove(self, label: str) -> None:
-        """Compares what the engine has just loaded with what the daemon serves; a collective where lookups are.
+        """Compares what the engine has just loaded with what the daemon serves, byte for byte; a collective where
+        lookups are.
 
         Raises CheckpointDiffers.
         """
         if not {"weight", "scale"} <= self._seen.keys():
             self._warn_unproven(label)
             return
-        expected = dequantised(self._seen.pop("weight"), self._seen.pop("scale"))
+        loaded = torch.cat([self._seen.pop("weight"), self._seen.pop("scale")], dim=1)
         ids = self._proof_ids.to(self.place.device)
-        served = self.table.lookup(ids).to("cpu")
-        wrong = (served.view(torch.int16) != expected.view(torch.int16)).any(dim=1).nonzero().flatten()
+        served = self.table.lookup(ids, raw=True)
+        wrong = (torch.cat([served.values, served.scales], dim=1).to("cpu") != loaded).any(dim=1).nonzero().flatten()
         if len(wrong):
             raise CheckpointDiffers(
                 layer_id=self.table.layer_id,
@@ -239,7 +239,9 @@ class ServedTable:
             self._warn_unproven(f"layer {self.table.layer_id}")
         hashed = ids.dim() > 0 and ids.shape[-1] == self._columns
         if not self._assembled:
-            return self.table.lookup(ids, hashed=hashed)
+            # With a target of known layout a GPU lookup does not check again what it has checked before.
+            out = torch.empty(*ids.shape, ROW_VALUES, dtype=torch.bfloat16, device=ids.device)
+            return self.table.lookup(ids, out, hashed=hashed)
         parallel = get_parallel()
         if cp_all_tokens:
             # Context parallel prefill pads all ranks to one length.
@@ -282,11 +284,3 @@ def proof_ids(layer_id: int, row_count: int) -> Tensor:
         return torch.arange(row_count, device="cpu")
     between = np.random.default_rng([layer_id, row_count]).choice(row_count - 2, PROOF_ROWS - 2, replace=False) + 1
     return torch.from_numpy(np.sort(np.concatenate([[0], between, [row_count - 1]])))
-
-
-def dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 `[n, 256]` of stored bytes, by the rule that the daemon's rows follow."""
-    packed = torch.cat([values, scales], dim=1).contiguous()
-    out = torch.empty(len(packed), ROW_VALUES, dtype=torch.int16, device="cpu")
-    row_bytes.dequantise(packed.view(len(packed) * ROW_BYTES).numpy(), out.numpy())
-    return out.view(torch.bfloat16)

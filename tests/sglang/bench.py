@@ -62,8 +62,7 @@ def engine(folder: Path, checkpoint: Path, environ: dict[str, str]) -> dict[str,
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "tests.sglang.engine", str(spec)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
         cwd=root,

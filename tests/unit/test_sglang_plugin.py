@@ -19,6 +19,7 @@ import torch
 
 import engram_client
 from engram_client import errors, sglang, sglang_attach
+from engram_client.api import RawRows
 from engram_client.layout import column_primes
 from engram_client.protocol import (
     LoadProgress,
@@ -236,6 +237,24 @@ def test_a_registry_of_another_shape_is_refused_where_the_embedding_is_built(
         layer_module().Engram(1, BOUNDS)
 
 
+@pytest.mark.parametrize("endpoint", ["", ABSENT], ids=["no endpoint", "no daemon"])
+def test_the_check_command_fails_where_an_engine_would_not_use_the_daemon(
+    fake: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], endpoint: str
+) -> None:
+    fake()
+    monkeypatch.setenv("ENGRAM_ENDPOINT", endpoint)
+    assert sglang.main() == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert (endpoint or "ENGRAM_ENDPOINT") in lines[1]
+
+
+def test_the_check_command_names_what_another_sglang_lacks(fake: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(srt__layers__engram=ORIGINAL.replace("def finish_load", "def after_load"))
+    assert sglang.main() == 1
+    assert "finish_load" in capsys.readouterr().out
+
+
 # What a layer does with its table
 
 
@@ -248,9 +267,11 @@ class FakeTable:
         self.values, self.scales = random_table(ROWS)
         self.asked: list[dict[str, Any]] = []
 
-    def lookup(self, ids: torch.Tensor, out: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-        self.asked.append({"tokens": len(ids), **options})
+    def lookup(self, ids: torch.Tensor, out: torch.Tensor | None = None, raw: bool = False, **options: Any) -> Any:
         flat = ids.reshape(-1).numpy()
+        if raw:
+            return RawRows(torch.from_numpy(self.values[flat]), torch.from_numpy(self.scales[flat]))
+        self.asked.append({"tokens": len(ids), **options})
         bits = reference_bf16(self.values[flat], self.scales[flat]).reshape(*ids.shape, 256)
         found = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
         return found if out is None else out.copy_(found)
