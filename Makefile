@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test test-gpu check format bench bench-gpu soak fuzz clean
+.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-sglang soak fuzz clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -53,5 +53,21 @@ fuzz: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'
 	$(BIN)/python -m tests.fuzz.guided -runs=1000000
 
+# The real SGLang beside ours, in an environment of its own: the wheel, and the few packages that its Engram layer
+# imports. Needs the Python versions that SGLang has wheels for.
+.venv-sglang/installed: tests/sglang/requirements.txt pyproject.toml setup.py engram_client/_native.c
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+test-sglang: .venv-sglang/installed
+	.venv-sglang/bin/python -m pytest tests/sglang
+
+bench-sglang: .venv-sglang/installed
+	.venv-sglang/bin/python -m tests.sglang.bench
+
 clean:
-	rm -rf .venv build *.egg-info engram_client/_native*.so
+	rm -rf .venv .venv-sglang build *.egg-info engram_client/_native*.so

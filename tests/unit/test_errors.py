@@ -58,6 +58,7 @@ def test_families_have_a_docstring_and_no_message_of_their_own() -> None:
         "ConnectError",
         "MessageError",
         "CudaError",
+        "EngineError",
         "UseError",
     }
     assert all(kind.__doc__ and not kind.template for kind in BASES)
