@@ -163,6 +163,34 @@ def test_bench_brings_a_group_of_ranks_to_split_tables(folder: Path, checkpoint:
     assert {(each["ranks"], each["lookup"]) for each in found} == {(2, "collective")}
 
 
+ATTACH = """
+import sys, torch, engram_client
+with engram_client.connect(sys.argv[1], rank=0, world_size=1) as client:
+    print(client.table(1).lookup(torch.tensor([3])).view(torch.int16).sum().item())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+def test_an_engine_needs_the_socket_folder_read_only_and_no_namespace_in_common(watched: Daemon) -> None:
+    """As two pods are to each other: other PIDs, other IPC, another /dev/shm and /proc."""
+    run = watched.control_path.parent
+    mounts = f"mount --bind {run} {run} && mount -o remount,ro,bind {run} && mount -t tmpfs none /dev/shm"
+    script = f'{mounts} && exec "$0" -c "$1" "$2"'
+    unshare = ["unshare", "--mount", "--pid", "--ipc", "--net", "--uts", "--fork", "--mount-proc", "sh", "-c", script]
+    done = subprocess.run(
+        [*unshare, sys.executable, ATTACH, watched.endpoint],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.stderr.startswith("unshare"):
+        pytest.skip(f"no namespaces here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    with engram_client.connect(watched.endpoint, rank=0, world_size=1) as client:
+        assert int(done.stdout) == client.table(1).lookup(torch.tensor([3])).view(torch.int16).sum().item()
+
+
 REFUSE_EXEC_GAIN = """
 import ctypes, os, sys
 if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3: what MemoryDenyWriteExecute= stands for
