@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from typing import Any
 
+import msgspec
+
 from engram_client.control import ask_owner, query_status
 from engram_client.errors import EXIT_CHECKPOINT, EXIT_OK, EXIT_OTHER, NoServer, ServerRefused, TransferCut
-from engram_client.protocol import DEFAULT_ENDPOINT, CheckState, CheckStatus, Done, Drain, Evict, Verify
+from engram_client.protocol import CheckState, CheckStatus, Done, Drain, Evict, Verify
 from engram_server.config import load_config
+from engram_server.ctl_common import add_endpoint, add_json, endpoint_of
 
 POLL_S = 0.1
+ANSWER_S = 30.0
+"""How long to wait for the daemon's answer, which it gives between other work."""
 _EXIT = {CheckState.PASSED: EXIT_OK, CheckState.DAMAGED: EXIT_CHECKPOINT, CheckState.FAILED: EXIT_OTHER}
 
 
@@ -22,42 +28,39 @@ def add_parser(commands: Any) -> None:
         "verify", help="compare all rows in memory with the digests of the load; exit code 4 where they differ"
     )
     verify.add_argument("--show", action="store_true", help="only show the latest check, start none")
-    _add_where(verify)
+    _add_common(verify)
     verify.set_defaults(run=_verify)
 
     evict = commands.add_parser("evict", help="end a lease; its process keeps reading what it has mapped")
     evict.add_argument("lease", type=int, metavar="LEASE", help="its number in `engram-ctl status`")
-    _add_where(evict)
+    _add_common(evict)
     evict.set_defaults(run=_evict)
 
     drain = commands.add_parser("drain", help="end the daemon as SIGTERM does, and wait for its end")
     drain.add_argument("--free", action="store_true", help="free the memory that would be kept for the next daemon")
-    _add_where(drain)
+    _add_common(drain)
     drain.set_defaults(run=_drain)
 
     purge = commands.add_parser(
         "purge", help="free tables that a daemon which does not run any more has left in memory"
     )
     purge.add_argument("--config", metavar="FILE", required=True, help="the engram.json of that daemon")
+    add_json(purge)
     purge.set_defaults(run=_purge)
 
 
-def _add_where(command: argparse.ArgumentParser) -> None:
-    where = command.add_mutually_exclusive_group()
-    where.add_argument("--endpoint", default=DEFAULT_ENDPOINT, help="control endpoint (default: %(default)s)")
-    where.add_argument("--config", metavar="FILE", help="take the endpoint from this engram.json")
-    command.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="for the daemon's answer")
+def _add_common(command: argparse.ArgumentParser) -> None:
+    add_endpoint(command, timeout=ANSWER_S)
+    add_json(command)
 
 
-def _where(options: argparse.Namespace) -> tuple[str, str | None]:
-    if options.config is None:
-        return options.endpoint, None
-    control = load_config(options.config, None, os.environ).config.control
-    return control.endpoint, control.handover
+def _say(options: argparse.Namespace, facts: dict[str, Any], words: str) -> None:
+    """For a person, or one JSON object for a program."""
+    print(json.dumps(facts) if options.json else words)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    endpoint, handover = _where(options)
+    endpoint, handover = endpoint_of(options)
     if not options.show:
         ask_owner(
             endpoint, lambda permit: Verify(permit=permit), expected=Done, timeout=options.timeout, handover=handover
@@ -67,7 +70,7 @@ def _verify(options: argparse.Namespace) -> int:
         if check is None or options.show or check.state is not CheckState.RUNNING:
             break
         time.sleep(POLL_S)
-    print(_words(check))
+    _say(options, {"check": msgspec.to_builtins(check)}, _words(check))
     return _EXIT.get(check.state, EXIT_OK) if check else EXIT_OK
 
 
@@ -84,7 +87,7 @@ def _words(check: CheckStatus | None) -> str:
 
 
 def _evict(options: argparse.Namespace) -> int:
-    endpoint, handover = _where(options)
+    endpoint, handover = endpoint_of(options)
     lease = options.lease
     ask_owner(
         endpoint,
@@ -93,12 +96,12 @@ def _evict(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         handover=handover,
     )
-    print(f"lease {lease} has ended")
+    _say(options, {"lease": lease, "ended": True}, f"lease {lease} has ended")
     return EXIT_OK
 
 
 def _drain(options: argparse.Namespace) -> int:
-    endpoint, handover = _where(options)
+    endpoint, handover = endpoint_of(options)
     free = options.free
     ask_owner(
         endpoint,
@@ -113,7 +116,7 @@ def _drain(options: argparse.Namespace) -> int:
         except (NoServer, ServerRefused, TransferCut):
             break
         time.sleep(POLL_S)
-    print("the daemon has ended")
+    _say(options, {"ended": True, "free": free}, "the daemon has ended")
     return EXIT_OK
 
 
@@ -128,6 +131,6 @@ def _purge(options: argparse.Namespace) -> int:
         removed = purge(config)
     finally:
         lock.release()
-    for path in removed:
-        print(f"removed {path}")
+    if options.json or removed:
+        _say(options, {"removed": removed}, "\n".join(f"removed {path}" for path in removed))
     return EXIT_OK

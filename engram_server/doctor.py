@@ -17,7 +17,7 @@ import msgspec
 from engram_client.control import query_status
 from engram_client.errors import EngramError, ServerRefused
 from engram_client.protocol import handover_path, ipc_path
-from engram_server import gpus, preflight
+from engram_server import gpus, preflight, surroundings
 from engram_server.config import Config, load_config
 from engram_server.findings import Finding, Level, exit_code, gib, of_error
 from engram_server.forecast import Forecast, measure
@@ -68,7 +68,10 @@ def diagnose(
     found = _gpus(config, here, findings)
     plan = _plan(config, source, machine, found, findings)
     findings += _gpu_findings(inventory() if here else Inventory(problem="not recorded"), found)
+    findings += surroundings.memory_link_findings(found, config)
+    findings += surroundings.imex_findings(found, root)
     findings += preflight.machine_findings(machine, config, plan)
+    findings += surroundings.shm_findings(machine, plan, root)
     findings += preflight.process_findings(process, plan)
     forecast = None
     if config is not None and here:

@@ -37,6 +37,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """The host's NUMA node beside it; 0 where the driver does not tell."""
     peers: tuple[str, ...] = ()
     """UUIDs of the GPUs whose memory it can read."""
+    ats: bool = False
+    """Whether it reads pageable host memory through the CPU's page tables."""
+    integrated: bool = False
+    """Whether its memory is the host's own."""
+    numa_node: int | None = None
+    """The NUMA node that its memory is to the host, where a coherent link makes it one."""
 
 
 class Gpus(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +98,9 @@ def ask(driver: Driver, wanted: Sequence[int | str] | None) -> Gpus:
                 granularity=driver.granularity(Location.device(ordinal), types),
                 host_node=max(0, driver.attribute(ordinal, "HOST_NUMA_ID")),
                 peers=tuple(uuids[o] for o in ordinals if o != ordinal and driver.can_access_peer(ordinal, o)),
+                ats=bool(driver.attribute(ordinal, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")),
+                integrated=bool(driver.attribute(ordinal, "INTEGRATED")),
+                numa_node=driver.attribute(ordinal, "NUMA_ID") if driver.attribute(ordinal, "NUMA_CONFIG") else None,
             )
         )
     node = devices[0].host_node if devices else 0

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import sys
+import weakref
 from types import TracebackType
 from typing import Self
 
@@ -102,6 +103,18 @@ class HostMapping:
             raise MapFailed(segment=name, nbytes=nbytes, problem=error.strerror or str(error)) from error
         self._memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
         self._view: memoryview | None = self._new_view()
+        self._when_dropped: weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]] | None = None
+
+    def unmap_when_dropped(self) -> None:
+        """Unmaps also when nobody calls `close()`: at the end of the last object made from `view`, never before.
+
+        Not for memory that is registered with a driver, which must be told first."""
+        self._when_dropped = weakref.finalize(self._memory, _munmap, self.address, self._mapped_bytes)
+        self._when_dropped.atexit = False  # threads may still read then, and the process's end unmaps everything
+
+    @property
+    def _mapped_bytes(self) -> int:
+        return _round_up(self.nbytes, max(self.page_bytes, mmap.PAGESIZE))
 
     @property
     def view(self) -> memoryview:
@@ -126,7 +139,9 @@ class HostMapping:
             self._view = self._new_view()
             raise BufferError(f"{self!r} is still in use")
         self._view = None
-        _munmap(self.address, _round_up(self.nbytes, max(self.page_bytes, mmap.PAGESIZE)))
+        if self._when_dropped is not None:
+            self._when_dropped.detach()  # or it would unmap whatever lies there by then
+        _munmap(self.address, self._mapped_bytes)
 
     def _new_view(self) -> memoryview:
         view = memoryview(self._memory).cast("B")

@@ -68,7 +68,9 @@ def map_for_cpu(segments: Sequence[SegmentInfo], descriptors: Mapping[str, int])
                 page_bytes=segment.page_bytes,
                 name=segment.id,
             )
-        return HostMapping(source, segment.nbytes, page_bytes=segment.page_bytes, name=segment.id)
+        mapping = HostMapping(source, segment.nbytes, page_bytes=segment.page_bytes, name=segment.id)
+        mapping.unmap_when_dropped()  # a client that is not closed must not hold a table's memory for ever
+        return mapping
 
     return _all_or_none(segments, descriptors, one)
 

@@ -25,6 +25,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peers: bool = True
     ats: bool = False
     """Whether GPUs read pageable host memory through the CPU's page tables."""
+    integrated: bool = False
+    """Whether GPU memory is the host's own."""
+    coherent: bool = False
+    """Whether GPU memory is a NUMA node of the host: GPU 0's is node 8."""
     granularity: int = 2 << 20
     register_limit: int = 1 << 62
     """A larger range in one call is refused, as some drivers do from 512 GiB."""

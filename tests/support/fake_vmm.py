@@ -162,6 +162,9 @@ class FakeVmm:
             "MULTIPROCESSOR_COUNT": 132,
             "READ_ONLY_HOST_REGISTER_SUPPORTED": 1,
             "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": int(self.settings.ats),
+            "INTEGRATED": int(self.settings.integrated),
+            "NUMA_CONFIG": int(self.settings.coherent),
+            "NUMA_ID": 8 + ordinal,
         }.get(name, 0)
 
     @driver_call("nvmlDeviceGetMemoryInfo")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon
 from tests.support.machines import MEMINFO, record
@@ -26,6 +27,7 @@ CPU_LIMIT_S = 5.0
 WITHIN = 2.0
 """How far a predicted load time may be from the measured one, either way."""
 ROUNDS = 5
+FAKE = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver"}
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and cgroups need root")
 
@@ -50,7 +52,9 @@ def written(folder: Path, model: Path, **sections: Any) -> Path:
     return path
 
 
-def doctor(*arguments: str, wrapper: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+def doctor(
+    *arguments: str, wrapper: tuple[str, ...] = (), fake: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]]:
     """Exit code and answer. Raises TimeoutExpired long before a hang, and checks the processor time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -60,6 +64,7 @@ def doctor(*arguments: str, wrapper: tuple[str, ...] = ()) -> tuple[int, dict[st
         text=True,
         check=False,
         timeout=60,
+        env=os.environ | (FAKE | {"ENGRAM_FAKE_CUDA": json.dumps(fake)} if fake is not None else {}),
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if "unshare" in done.stderr:
@@ -143,6 +148,52 @@ def test_a_dev_shm_of_64_mib_stops_the_backing_that_needs_it_and_no_other(folder
     code, answer = doctor("--config", str(written(folder, large)), wrapper=wrapper)
     assert code in (0, 1)
     assert "64.0 MiB" in finding(answer, "dev_shm")["seen"]
+
+
+@root_only
+def test_what_fills_dev_shm_is_named_where_it_is_short_and_removing_it_is_the_remedy(folder: Path, large: Path) -> None:
+    fill = "mkdir /dev/shm/old; head -c 30M /dev/zero > /dev/shm/old/rows; head -c 9M /dev/zero > /dev/shm/other"
+    setup = f"mount -t tmpfs -o size=64m none /dev/shm && {{ {fill}; }}"
+    wrapper = ("unshare", "--mount", "sh", "-c", f'{setup} && exec "$0" "$@"')
+    code, answer = doctor("--config", str(written(folder, large, host={"backing": "posix_shm"})), wrapper=wrapper)
+    found = finding(answer, "dev_shm_use")
+    assert (code, found["level"]) == (2, "warn")
+    assert "'old' 30.0 MiB, 'other' 9.0 MiB" in found["seen"]
+    assert "purge" in found["remedy"]
+    code, answer = doctor("--config", str(written(folder, large)), wrapper=wrapper)
+    assert (code in (0, 1), finding(answer, "dev_shm_use")["level"]) == (True, "ok"), "this backing needs none of it"
+
+
+def test_a_recorded_machine_shows_its_dev_shm_and_its_imex_channels(
+    folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    channels = "dev/nvidia-caps-imex-channels"
+    content = {"dev/shm/large": "x" * (3 * MIB), "dev/shm/small": "x" * MIB, "dev/shm/empty": ""}
+    devices = {f"{channels}/channel{number}": "" for number in (0, 2, 10)}
+    root = recorded(tmp_path, **content, **devices, **{f"{channels}/README": ""})
+    config = str(written(folder, checkpoint))
+    _, answer = doctor("--config", config, "--root", root)
+    assert finding(answer, "dev_shm_use")["seen"] == "largest in /dev/shm: 'large' 3.0 MiB, 'small' 1.0 MiB"
+    assert finding(answer, "imex")["seen"] == "IMEX channels channel0, channel2, channel10"
+    shutil.rmtree(tmp_path / channels)
+    assert "no IMEX channel" in finding(doctor("--config", config, "--root", root)[1], "imex")["seen"]
+
+
+@pytest.mark.parametrize(
+    ("fake", "ats", "unified"),
+    [
+        ({}, "no: a rank registers", "memory of their own"),
+        ({"ats": True, "coherent": True}, "yes: GPUs read host memory", "GPU memory is NUMA node 8, 9 of the host"),
+        ({"integrated": True}, "no: a rank registers", "memory is the host's own"),
+    ],
+)
+def test_how_gpus_reach_host_memory_is_told(
+    folder: Path, checkpoint: Path, fake: dict[str, Any], ats: str, unified: str
+) -> None:
+    _, answer = doctor("--config", str(written(folder, checkpoint)), fake=fake)
+    assert ats in finding(answer, "ats")["seen"]
+    assert unified in finding(answer, "unified_memory")["seen"]
+    assert finding(answer, "unified_memory")["level"] == "ok"
 
 
 @pytest.fixture

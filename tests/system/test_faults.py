@@ -84,7 +84,7 @@ def small_tmpfs(path: Path, size: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        subprocess.run(["umount", path], check=True)
+        wait_until(lambda: subprocess.run(["umount", path], check=False).returncode == 0, f"umount {path}")
 
 
 def test_no_space_for_the_manifest_costs_the_restart_and_not_the_daemon(folder: Path, checkpoint: Path) -> None:

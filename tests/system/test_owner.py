@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -106,6 +107,29 @@ def test_verify_reads_everything_and_says_so(per_node: Daemon) -> None:
     assert status.report is not None
     assert status.check.done_bytes == status.check.total_bytes == status.report.bytes_read
     assert control(per_node, "verify", "--show").stdout == done.stdout
+
+
+def test_every_command_of_the_owner_answers_programs_with_one_json_object(node: Node) -> None:
+    daemon, _ = node.start()
+    assert answer(daemon, "verify", "--show") == {"check": None}
+    check = answer(daemon, "verify")["check"]
+    assert (check["state"], check["done_bytes"]) == ("passed", check["total_bytes"])
+    with connect(daemon.endpoint, rank=0, world_size=1):
+        (lease,) = daemon.status().leases
+        assert answer(daemon, "evict", str(lease.id)) == {"lease": lease.id, "ended": True}
+    assert answer(daemon, "logs-level")["level"] == "info"
+    assert answer(daemon, "drain") == {"ended": True, "free": False}
+    assert daemon.wait_for_exit() == EXIT_OK
+    removed = answer(daemon, "purge")["removed"]
+    assert len(removed) == 2
+    assert answer(daemon, "purge") == {"removed": []}
+
+
+def answer(daemon: Daemon, *arguments: str) -> dict[str, Any]:
+    done = control(daemon, *arguments, "--json")
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
 
 
 def test_a_byte_that_changes_while_serving_is_found_named_and_not_handed_out(node: Node) -> None:

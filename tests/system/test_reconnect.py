@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from engram_client import Client, connect
 from engram_client.protocol import LeaseStatus
@@ -91,11 +92,14 @@ def test_closing_while_no_daemon_is_there_is_immediate(per_node: Daemon) -> None
     wait_until(lambda: not lease_threads(), "the thread's end")
 
 
-def test_a_client_that_is_dropped_without_close_gives_its_lease_up(per_node: Daemon) -> None:
+def test_a_client_that_is_dropped_without_close_gives_its_lease_and_its_memory_up(per_node: Daemon) -> None:
     client = connect(per_node.endpoint, rank=0, world_size=1)
     assert len(per_node.status().leases) == 1
+    client.table(1).lookup(torch.tensor([0, 1, 2]))
+    assert "engram-" in Path("/proc/self/maps").read_text()
     del client
     gc.collect()
+    assert "engram-" not in Path("/proc/self/maps").read_text()
     wait_until(lambda: not per_node.status().leases, "the lease's end")
     wait_until(lambda: not lease_threads(), "the thread's end")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import signal
@@ -31,6 +33,7 @@ from engram_server.segments.pages import bind, coverage_remark, huge_bytes, popu
 from tests.support.loads import open_descriptors, shm_names
 
 MIB = 1 << 20
+MAP_FIXED_NOREPLACE = 0x100000
 TAG = f"t{os.getpid()}"
 MODEL = ModelGeometry(engram_layer_ids=(1, 2), engram_max_ngram_size=4, engram_vocab_size=700, engram_n_heads=8)
 """Two tables of 4.3 MiB: three huge pages each."""
@@ -363,6 +366,37 @@ class TestMapping:
             with pytest.raises(OSError, match="madvise"):
                 mapping.advise(MADV_POPULATE_WRITE)  # a read-only mapping
         os.close(fd)
+
+    def test_a_dropped_mapping_goes_with_the_last_slice_of_it_and_a_closed_one_at_once(self) -> None:
+        fd = os.memfd_create("dropped")
+        os.ftruncate(fd, 4 * MIB)
+        os.pwrite(fd, b"end", 4 * MIB - 3)
+
+        def mapped() -> bool:
+            return "memfd:dropped" in Path("/proc/self/maps").read_text()
+
+        mapping = HostMapping(fd, 4 * MIB)
+        mapping.unmap_when_dropped()
+        array = np.frombuffer(mapping.view[-3:], np.uint8)
+        del mapping
+        assert (mapped(), bytes(array)) == (True, b"end")
+        del array
+        assert not mapped()
+        closed = HostMapping(fd, 4 * MIB)
+        closed.unmap_when_dropped()
+        address = closed.address
+        closed.close()
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        arguments = (4 * MIB, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED_NOREPLACE, fd, ctypes.c_long(0))
+        assert libc.mmap(ctypes.c_void_p(address), *arguments) == address
+        try:
+            del closed
+            gc.collect()
+            assert mapped(), "what lies there now is somebody else's"
+        finally:
+            libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(4 * MIB))
+            os.close(fd)
 
 
 class TestPages:

@@ -35,7 +35,8 @@ def tmpfs(folder: Path, size: str = "256m") -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        # a killed daemon's child, which dies right after it, may still hold a file there
+        wait_until(lambda: subprocess.run(["umount", folder], check=False).returncode == 0, f"umount {folder}")
 
 
 def roomy_shm() -> str:
