@@ -15,7 +15,7 @@ from engram_client.errors import InternalError, TransferCut
 from engram_client.handover import HandoverConnection
 from engram_server.config import ControlConfig
 from engram_server.handover import Handover
-from engram_server.leases import Grant, Leases, Peer, Tickets
+from engram_server.leases import Grant, Leases
 from engram_server.sockets import listen_for_handover
 
 GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu", name="x")
@@ -24,8 +24,7 @@ GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu",
 @contextlib.contextmanager
 def serving(path: str, leases: Leases, descriptor_of: Callable[[str], int]) -> Iterator[Handover]:
     control = ControlConfig()
-    permits: Tickets[Peer] = Tickets(time.monotonic, "permits")
-    handover = Handover(listen_for_handover(path, control), control, "epoch", leases, permits, descriptor_of)
+    handover = Handover(listen_for_handover(path, control), control, "epoch", leases, descriptor_of)
     try:
         yield handover
     finally:
