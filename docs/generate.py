@@ -7,7 +7,6 @@ engram_client/errors.py. --check writes nothing and exits 1 when a file is not w
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import json
 import sys
@@ -158,7 +157,7 @@ A service manager should not restart the daemon on {errors.EXIT_CONFIG}, {errors
 
 
 def error_row(kind: type[errors.EngramError]) -> str:
-    fields = ", ".join(f"`{field.name}`: {field.type}" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    fields = ", ".join(f"`{name}`: {type_}" for name, type_ in kind.field_types.items())
     message = kind.template.replace("{{", "{").replace("}}", "}")
     return f"| `{kind.__name__}` | {kind.exit_code} | {cell(message)} | {cell(fields)} |"
 

@@ -7,7 +7,6 @@ error as its class name and fields; the client rebuilds the same class from them
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from typing import Any, ClassVar, dataclass_transform
@@ -31,9 +30,21 @@ class EngramError(Exception):
     template: ClassVar[str] = ""
     exit_code: ClassVar[int] = EXIT_OTHER
 
+    field_types: ClassVar[dict[str, str]] = {}
+    """The class's fields, those of its bases first, with their types as written."""
+
     def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(cls, eq=False, kw_only=True, repr=False)
+        # A hundred generated dataclasses would cost every start of the daemon and of a rank 15 ms.
+        cls.field_types = cls.field_types | cls.__annotations__
         BY_CODE[cls.__name__] = cls
+
+    def __init__(self, **fields: Any) -> None:
+        """Takes every field of the class by name. Raises TypeError for one too many or too few."""
+        if fields.keys() != self.field_types.keys():
+            wrong = sorted(fields.keys() ^ self.field_types.keys())
+            raise TypeError(f"{self.code} takes the fields {list(self.field_types)}; wrong: {wrong}")
+        super().__init__()
+        self.__dict__.update(fields)
 
     @property
     def code(self) -> str:
@@ -42,7 +53,7 @@ class EngramError(Exception):
 
     @property
     def fields(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in self.field_types}
 
     def __str__(self) -> str:
         return self.template.format(**self.fields)
@@ -81,7 +92,7 @@ def _shape(code: str) -> type[msgspec.Struct]:
     """The fields of an error and their types as a struct, to check what came over the wire."""
     kind = BY_CODE[code]
     hints = typing.get_type_hints(kind)
-    fields = [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = [(name, hints[name]) for name in kind.field_types]
     return msgspec.defstruct(code, fields, forbid_unknown_fields=True)
 
 

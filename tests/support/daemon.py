@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from engram_client.control import query_status
 from engram_client.endpoint import endpoint_tag
 from engram_client.errors import ConnectError
@@ -111,9 +113,15 @@ class Daemon:
         return self.wait_for_exit()
 
     def kill(self) -> None:
+        """SIGKILL, for its children too: a loader that a test has stopped would not notice."""
+        children = []
         if self.process.poll() is None:
+            children = psutil.Process(self.pid).children(recursive=True)
             self.process.kill()
         self.wait_for_exit()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 @contextlib.contextmanager

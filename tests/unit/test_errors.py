@@ -49,6 +49,17 @@ def sample(kind: type[EngramError]) -> EngramError:
     return kind(**fields_of(kind))
 
 
+@every_error
+def test_an_error_takes_each_of_its_fields_by_name_and_no_other(kind: type[EngramError]) -> None:
+    fields = fields_of(kind)
+    assert kind(**fields).fields == fields
+    with pytest.raises(TypeError, match="another"):
+        kind(**fields, another=1)
+    for name in fields:
+        with pytest.raises(TypeError, match=name):
+            kind(**{key: value for key, value in fields.items() if key != name})
+
+
 def test_families_have_a_docstring_and_no_message_of_their_own() -> None:
     assert {kind.__name__ for kind in BASES} == {
         "ConfigError",

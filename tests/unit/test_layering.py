@@ -80,6 +80,12 @@ def test_the_configuration_loads_no_numpy() -> None:
     assert not loaded_after("engram_server.config") & {"torch", "numpy", "cuda"}
 
 
+def test_a_starting_daemon_loads_nothing_that_only_some_daemons_or_commands_need() -> None:
+    """Each of these would make every start, and a restart's gap, longer."""
+    later = {"pynvml", "prometheus_client", "http", "rich", "psutil", "matplotlib"}
+    assert not loaded_after("engram_server.cli") & later
+
+
 @pytest.mark.parametrize("module", modules_of("engram_server"))
 def test_no_module_of_the_server_loads_torch_and_only_the_loader_child_loads_numpy(module: str) -> None:
     if module == "engram_server.bench":
