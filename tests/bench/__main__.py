@@ -14,9 +14,15 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench import attach, load, lookup_cpu, restart
+from tests.bench import attach, forecast, load, lookup_cpu, restart
 
-BENCHES = {"load": load.run, "lookup_cpu": lookup_cpu.run, "attach": attach.run, "restart": restart.run}
+BENCHES = {
+    "load": load.run,
+    "lookup_cpu": lookup_cpu.run,
+    "attach": attach.run,
+    "restart": restart.run,
+    "forecast": forecast.run,
+}
 
 
 def main() -> int:

@@ -24,9 +24,6 @@ MIB = 1 << 20
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
 CPU_LIMIT_S = 5.0
 """Of a doctor's own processor time: what the promise of five seconds means on a machine that others use too."""
-WITHIN = 2.0
-"""How far a predicted load time may be from the measured one, either way."""
-ROUNDS = 5
 FAKE = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver"}
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and cgroups need root")
@@ -281,19 +278,12 @@ def test_a_daemon_that_runs_already_is_pointed_out(per_node: Daemon) -> None:
     assert (found["level"], str(per_node.pid) in found["seen"]) == ("warn", True)
 
 
-def test_the_predicted_load_time_is_within_two_times_the_measured_one(folder: Path, large: Path) -> None:
-    """On a machine that others use, one pair of runs proves little: the nearest of a few rounds counts."""
-    path = written(folder, large)
-    ratios = []
-    for _ in range(ROUNDS):
-        predicted = doctor("--config", str(path))[1]["forecast"]["load_seconds"]
-        daemon = Daemon(folder, json.loads(path.read_text()))
-        try:
-            report = daemon.wait_for().report
-        finally:
-            daemon.stop()
-        assert report is not None
-        ratios.append(predicted / report.seconds)
-        if 1 / WITHIN <= ratios[-1] <= WITHIN:
-            return
-    raise AssertionError(f"predicted over measured: {ratios}")
+def test_the_predicted_load_time_is_made_of_the_rates_it_was_measured_from(folder: Path, large: Path) -> None:
+    """How near it comes to the real load is speed, and so for the benchmarks: tests/bench/forecast.py."""
+    forecast = doctor("--config", str(written(folder, large)))[1]["forecast"]
+    populate = forecast["bytes"] / forecast["populate_bytes_per_second"]
+    fill = forecast["bytes"] / forecast["fill_bytes_per_second"]
+    assert forecast["bytes"] > 0
+    assert forecast["threads"] > 0
+    assert forecast["load_seconds"] >= populate + fill
+    assert forecast["attach_seconds"] > 0
