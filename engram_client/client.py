@@ -82,12 +82,7 @@ def connect(
         device=device,
         name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
         layers=None if layers is None else tuple(layers),
-        # The key says whose identity is demanded; another table's identity under it is a demand that fails.
-        identity=tuple(
-            msgspec.structs.replace(demand, layer_id=layer)
-            for layer, demand in (identity or {}).items()
-            if isinstance(demand, TableIdentity)
-        ),
+        identity=_identities(identity or {}),
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
@@ -111,6 +106,15 @@ def connect(
             client.open_on_gpu(kernels)
         undo.pop_all()
     return client
+
+
+def _identities(demanded: Mapping[int, TableIdentity | str]) -> tuple[TableIdentity, ...]:
+    """The key says whose identity is demanded; another table's identity under it is a demand that fails."""
+    return tuple(
+        msgspec.structs.replace(demand, layer_id=layer)
+        for layer, demand in demanded.items()
+        if isinstance(demand, TableIdentity)
+    )
 
 
 def _same_tables(request: Attach, attached: Attached) -> Attach:

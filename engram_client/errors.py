@@ -523,10 +523,6 @@ class TransferCut(ConnectError):
     doing: str
 
 
-class ServerGone(ConnectError):
-    template = "the daemon behind this lease is gone; the mapped tables stay readable, attach again for a new lease"
-
-
 class Evicted(ConnectError):
     template = (
         "lease {lease} was ended by engram-ctl evict; the mapped tables stay readable, attach again for a new lease"

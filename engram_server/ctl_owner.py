@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -59,12 +60,18 @@ def _say(options: argparse.Namespace, facts: dict[str, Any], words: str) -> None
     print(json.dumps(facts) if options.json else words)
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _ask(options: argparse.Namespace, make: Callable[[bytes], Verify | Evict | Drain]) -> tuple[str, str | None]:
+    """Asks for what `make` makes of a permit, which is answered by Done; returns where the daemon is."""
     endpoint, handover = endpoint_of(options)
-    if not options.show:
-        ask_owner(
-            endpoint, lambda permit: Verify(permit=permit), expected=Done, timeout=options.timeout, handover=handover
-        )
+    ask_owner(endpoint, make, expected=Done, timeout=options.timeout, handover=handover)
+    return endpoint, handover
+
+
+def _verify(options: argparse.Namespace) -> int:
+    if options.show:
+        endpoint, handover = endpoint_of(options)
+    else:
+        endpoint, handover = _ask(options, lambda permit: Verify(permit=permit))
     while True:
         check = query_status(endpoint, timeout=options.timeout, handover=handover).check
         if check is None or options.show or check.state is not CheckState.RUNNING:
@@ -87,29 +94,15 @@ def _words(check: CheckStatus | None) -> str:
 
 
 def _evict(options: argparse.Namespace) -> int:
-    endpoint, handover = endpoint_of(options)
     lease = options.lease
-    ask_owner(
-        endpoint,
-        lambda permit: Evict(permit=permit, lease=lease),
-        expected=Done,
-        timeout=options.timeout,
-        handover=handover,
-    )
+    _ask(options, lambda permit: Evict(permit=permit, lease=lease))
     _say(options, {"lease": lease, "ended": True}, f"lease {lease} has ended")
     return EXIT_OK
 
 
 def _drain(options: argparse.Namespace) -> int:
-    endpoint, handover = endpoint_of(options)
     free = options.free
-    ask_owner(
-        endpoint,
-        lambda permit: Drain(permit=permit, free=free),
-        expected=Done,
-        timeout=options.timeout,
-        handover=handover,
-    )
+    endpoint, handover = _ask(options, lambda permit: Drain(permit=permit, free=free))
     while True:
         try:
             query_status(endpoint, timeout=0, handover=handover)
