@@ -32,10 +32,12 @@ from engram_client.layout import (
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.mapping.vmm import VmmMapping
 from engram_client.protocol import SegmentInfo
+from engram_server.generate import make_into
 from engram_server.load_job import LoadJob, PieceDigest
 from engram_server.reader import FileReader, Preadv, aligned_buffer
 
-_DUMMY_ROWS = 1 << 12
+_DUMMY_ROWS = 1 << 13
+"""Rows made at a time: 2 MiB of values, as a load from files reads them."""
 
 
 class Target(Protocol):
@@ -214,17 +216,15 @@ class DummySource:
 
     def __init__(self, job: LoadJob) -> None:
         self._job = job
+        self._buffer = aligned_buffer(_DUMMY_ROWS * ROW_VALUES)
 
     def chunks(self, table: int, start: int, stop: int, scales: memoryview) -> Iterator[tuple[int, Any]]:
-        from engram_server import generate  # numpy, which a load from files does without
-
-        layer = self._job.tables[table].layer_id
+        job, layer = self._job, self._job.tables[table].layer_id
         for row in range(start, stop, _DUMMY_ROWS):
             count = min(_DUMMY_ROWS, stop - row)
-            made, made_scales = generate.rows(layer, self._job.seed, row, count, self._job.every_code)
-            at = (row - start) * ROW_SCALES
-            scales[at : at + count * ROW_SCALES] = made_scales.data.cast("B")
-            yield row, made.data.cast("B")
+            values, at = self._buffer[: count * ROW_VALUES], (row - start) * ROW_SCALES
+            make_into(layer, job.seed, row, job.every_code, values, scales[at : at + count * ROW_SCALES])
+            yield row, values
 
     def done(self, table: int, start: int, stop: int) -> None:
         pass
