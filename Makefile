@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-sglang soak fuzz clean
+.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-full bench-sglang soak fuzz clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -42,6 +42,14 @@ bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.gather_gpu
 	$(BIN)/python -m tests.bench.client_gpu
 	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
+
+# Tables of full size, whole in host memory and split over two GPUs: 200 GiB of each.
+bench-full: .venv/installed
+	$(BIN)/python -m tests.bench.full_size
+
+# Full size: 200 GiB of memory, in a host or over two GPUs.
+bench-full: .venv/installed
+	$(BIN)/python -m tests.bench.full_size
 
 # The long forms of the kill, churn and fuzz tests: about an hour, and three GiB of memory.
 soak: .venv/installed

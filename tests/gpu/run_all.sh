@@ -8,11 +8,12 @@
 # status tells. From the environment, with what stands here if not given:
 #   PYTHON=python3            an interpreter with the packages of the extras rank, cuda, server and dev
 #   TEST_LIMIT=180 BENCH_LIMIT=120     seconds
-#   PREFETCH_GIB=8 ATTACH_GIB=24 BACKINGS=cuda_host,memfd     sizes of `one`
+#   PREFETCH_GIB=8                                            size of `one`
+#   FULL_GIB=94.4 WAYS=cuda_host,memfd,gpu FULL_LIMIT=480     of `two`: each of two tables
 #   SPLIT_GIB=16 TOKENS=1,16,128,1024,8192                    of `two`
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
-#   PARTS=test,bench          what of it
+#   PARTS=test,bench          what of it; full: tables of full size
 set -u
 kind=${1:?one or two}
 out=${2:-bench-results}
@@ -43,14 +44,15 @@ case $kind in
 one)
     [[ $parts != *test* ]] || step test_one "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu
     [[ $parts != *bench* ]] || step bench_one "${BENCH_LIMIT:-120}" "$python" -m tests.bench.client_gpu \
-        --prefetch-gib "${PREFETCH_GIB:-8}" --attach-gib "${ATTACH_GIB:-24}" --backings "${BACKINGS:-cuda_host,memfd}" \
-        --out "$out/client_gpu.csv" "${commit[@]}"
+        --prefetch-gib "${PREFETCH_GIB:-8}" --out "$out/client_gpu.csv" "${commit[@]}"
     ;;
 two)
     [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu -k "two_gpus or peer"
     [[ $parts != *bench* ]] || step bench_two "${BENCH_LIMIT:-120}" "$python" -m tests.bench.two_gpus \
         --gib "${SPLIT_GIB:-16}" --tokens "${TOKENS:-1,16,128,1024,8192}" ${SGLANG:+--sglang "$SGLANG"} \
         --out "$out/two_gpus.csv" "${commit[@]}"
+    [[ $parts != *full* ]] || step bench_full "${FULL_LIMIT:-480}" "$python" -m tests.bench.full_size \
+        --gib "${FULL_GIB:-94.4}" --ways "${WAYS:-cuda_host,memfd,gpu}" --out "$out/full_size.csv" "${commit[@]}"
     ;;
 *)
     echo "one or two, not $kind" >&2
