@@ -408,8 +408,10 @@ template <u32 VALUE_STRIDE, u32 SCALE_STRIDE, class ID, bool HASHED> __device__ 
         piece.scale = load_once(row_at(table.scales, row, SCALE_STRIDE) + lane / 4);
     }
     store_exact(to, piece, lane);
-    if (__builtin_expect(!is_exact(piece), 0)) store_inexact(to, piece, lane);
-    if (__builtin_expect(!reads, 0) && lane == 0) {
+    if (__builtin_expect(reads & is_exact(piece), 1)) return;
+    if (reads) {
+        store_inexact(to, piece, lane);
+    } else if (lane == 0) {
         examine(HASHED ? table.column_starts : nullptr, table.rows, table.invalid, id, column, item);
     }
 }

@@ -30,16 +30,16 @@ class Looking(threading.Thread):
         super().__init__(name="looking")
         self.done = self.wrong = 0
         self._client, self._seed, self._device = client, seed, device
-        self._stop = threading.Event()
+        self._ending = threading.Event()
 
     def end(self) -> dict[str, int]:
-        self._stop.set()
+        self._ending.set()
         self.join()
         return {"lookups": self.done, "wrong_rows": self.wrong}
 
     def run(self) -> None:
         batches = [self._batch(layer) for layer in self._client.layers for _ in range(BATCHES)]
-        while not self._stop.is_set():
+        while not self._ending.is_set():
             layer, ids, expected = batches[self.done % len(batches)]
             found = self._client.table(layer).lookup(ids)
             self.wrong += int((found.view(torch.int16) != expected).any(dim=-1).sum())

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ if not torch.cuda.is_available():
 from engram_client import Client, connect  # noqa: E402
 from engram_client.cuda.access import DRIVER_VARIABLE  # noqa: E402
 from engram_server.make_checkpoint import make_checkpoint  # noqa: E402
-from tests.support.asking import Asking  # noqa: E402
+from tests.support.asking import Asking, hashed_ids  # noqa: E402
 from tests.support.daemon import wait_until  # noqa: E402
 from tests.support.reference import CheckpointReference  # noqa: E402
 from tests.support.service_manager import ServiceManager  # noqa: E402
@@ -44,31 +45,36 @@ def folder() -> Iterator[Path]:
 
 
 class Reading(threading.Thread):
-    """Asks everything there is to ask, over and over; `failure` is what went wrong."""
+    """Looks ids up over and over and compares the rows; `failure` is what went wrong."""
 
     def __init__(self, client: Client, reference: CheckpointReference) -> None:
         super().__init__(name="reading")
+        self._client = client
         self._asking = Asking(client, reference, torch.device("cuda", 0), torch.cuda.synchronize)
-        self._stop = threading.Event()
+        self._ending = threading.Event()
         self.rounds = 0
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
-            while not self._stop.is_set():
-                self._asking.everything()
+            while not self._ending.is_set():
+                for layer in self._client.layers:
+                    ids = hashed_ids(self._client.table(layer).columns, 40, self.rounds).cuda()
+                    self._asking.same_tokens(layer, ids, True)
+                    self._asking.stored(layer, ids)
                 self.rounds += 1
         except BaseException as error:
             self.failure = error
 
-    def more(self) -> bool:
-        """Whether another round has ended since."""
+    def more(self) -> None:
+        """Waits for another round to end. Raises what went wrong."""
         before = self.rounds
-        wait_until(lambda: self.rounds > before or self.failure, "a round of lookups")
-        return self.failure is None
+        wait_until(lambda: self.rounds > before + 1 or self.failure, "rounds of lookups")
+        if self.failure:
+            raise self.failure
 
     def end(self) -> None:
-        self._stop.set()
+        self._ending.set()
         self.join()
 
 
@@ -82,21 +88,23 @@ def test_a_killed_daemons_tables_are_adopted_while_a_rank_reads_on(folder: Path,
         node.config |= config
         try:
             daemon, _ = node.start()
-            with connect(daemon.endpoint, rank=0, world_size=world_size, device="cuda:0") as first:
+            with (
+                connect(daemon.endpoint, rank=0, world_size=world_size, device="cuda:0") as first,
+                ExitStack() as stack,
+            ):
                 reading = Reading(first, reference)
+                stack.callback(reading.end)
                 reading.start()
-                assert reading.more()
+                reading.more()
                 for _ in range(RESTARTS):
                     daemon.kill()
-                    assert reading.more()
+                    reading.more()
                     daemon, status = node.start()
                     assert status.adopted, daemon.log
                     with connect(daemon.endpoint, rank=0, world_size=world_size, device="cuda:0") as second:
                         Asking(second, reference, torch.device("cuda", 0), torch.cuda.synchronize).everything()
                         wait_until(lambda: first.server_alive, "the first rank's new lease")
-                    assert reading.more()
-                reading.end()
-                assert reading.failure is None
+                    reading.more()
             verified = control(daemon, "verify")
             assert verified.returncode == 0, verified.stdout + verified.stderr
         finally:
