@@ -137,6 +137,13 @@ class FakeDriver(FakeVmm):
         name, ordinal = kernel
         if min(grid) < 1 or grid[1] > 65_535 or not 0 < threads <= 1024:
             raise fail("cuLaunchKernel", "INVALID_VALUE")
+        if name == "digest_pieces":
+            if threads != 32 or grid[1] != 1:
+                raise fail("cuLaunchKernel", "INVALID_VALUE", "a warp a piece")
+            fake_kernels.digest(
+                parameters, grid[0], lambda address, nbytes, write: self.gpu_may(address, nbytes, ordinal, write)
+            )
+            return
         fake_kernels.run(name, parameters, lambda address, nbytes: self.gpu_may(address, nbytes, ordinal))
 
     @driver_call("cuMemsetD32Async")

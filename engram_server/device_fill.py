@@ -1,0 +1,248 @@
+"""Fills segments of one GPU at the rate of its link: from the file straight into pinned memory, and off.
+
+A planar segment holds its values as they lie in the file, and its scales likewise, so a fill is two long
+copies, cut into chunks where the file's offsets are multiples of the chunk: then a direct read takes exactly a
+chunk. Each thread has two slots of pinned memory and reads into one while the GPU fetches the other. A chunk
+costs a thread three calls, all of them without the interpreter lock: wait, read, start the copy. Nothing is
+digested here: see device_digest.py.
+
+Nothing is released before the loader exits, and with it go the context, the slots and the writable mappings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, Protocol
+
+from engram_client.cuda.driver import Driver
+from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES
+from engram_server.device_target import DeviceTarget
+from engram_server.fill import run_threads
+from engram_server.load_job import LoadJob
+from engram_server.reader import ALIGNMENT, FileReader, Preadv
+
+SLOTS_PER_THREAD: Final = 2
+HUGE_PAGE: Final = 2 << 20
+_MADE_ROWS: Final = 1 << 12
+"""Dummy rows made at once: 1 MiB, still in a core's cache when it is copied into the slot."""
+
+
+class Chunk(NamedTuple):
+    """Bytes `[start, start + nbytes)` of a table's values or scales, and the GPU address they go to."""
+
+    table: int
+    scales: bool
+    start: int
+    nbytes: int
+    address: int
+
+
+class RowChunk(NamedTuple):
+    """Rows of a table, and where their values and scales go."""
+
+    table: int
+    row_start: int
+    row_stop: int
+    values: int
+    scales: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.row_stop - self.row_start) * ROW_BYTES
+
+
+class Copy(NamedTuple):
+    """One copy to the GPU: addresses and bytes."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class Slot:
+    """A piece of pinned memory, and the stream of the copies that last read it."""
+
+    def __init__(self, driver: Driver, view: memoryview) -> None:
+        self._driver = driver
+        self._stream = driver.stream_create()
+        self._busy = False
+        self.view = view
+
+    def wait(self) -> None:
+        """Until the memory may be overwritten."""
+        if self._busy:
+            self._driver.stream_synchronize(self._stream)
+            self._busy = False
+
+    def send(self, copy: Copy) -> None:
+        self._driver.copy_to_device_async(copy.target, copy.source, copy.nbytes, self._stream)
+        self._busy = True
+
+
+class Staging:
+    """Pinned memory for `threads` threads, two slots of `nbytes` each, registered in one call: each call costs
+    as much as a quarter of a gigabyte. To be made, and its slots used, in the GPU's context."""
+
+    def __init__(self, driver: Driver, threads: int, nbytes: int) -> None:
+        size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+        total = threads * SLOTS_PER_THREAD * size
+        # Private: shared anonymous memory gets huge pages only where the machine allows them to tmpfs.
+        self._memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = memoryview(self._memory)
+        first = -address_of(whole) % HUGE_PAGE
+        driver.host_register(address_of(whole) + first, total, read_only=False)
+        self._pairs: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
+        for thread in range(threads):
+            at = [first + (thread * SLOTS_PER_THREAD + k) * size for k in range(SLOTS_PER_THREAD)]
+            self._pairs.put([Slot(driver, whole[start : start + size]) for start in at])
+
+    def slots(self) -> list[Slot]:
+        """One thread's slots."""
+        return self._pairs.get_nowait()
+
+
+class Feed(Protocol):
+    """Where one thread's chunks come from."""
+
+    def fill(self, chunk: Any, view: memoryview) -> Sequence[Copy]:
+        """Puts the chunk into `view`, and says what is to be copied from it."""
+        ...
+
+    def close(self) -> None: ...
+
+    @property
+    def direct(self) -> bool: ...
+
+
+class FileFeed:
+    """Reads chunks of the job's files. Raises TruncatedFile or ReadFailed. `preadv`: os.preadv, or a test's."""
+
+    def __init__(self, job: LoadJob, direct: bool, preadv: Preadv = os.preadv) -> None:
+        self._readers = [
+            [FileReader(extent, direct, preadv) for extent in extents] for extents in (job.values, job.scales)
+        ]
+        self._drop = job.drop_cache
+
+    @property
+    def direct(self) -> bool:
+        return all(reader.direct for readers in self._readers for reader in readers)
+
+    def fill(self, chunk: Chunk, view: memoryview) -> Sequence[Copy]:
+        reader = self._readers[chunk.scales][chunk.table]
+        read = reader.read(chunk.start, chunk.nbytes, view)
+        if self._drop:
+            reader.drop(chunk.start, chunk.nbytes)
+        return (Copy(address_of(read), chunk.address, chunk.nbytes),)
+
+    def close(self) -> None:
+        for readers in self._readers:
+            for reader in readers:
+                reader.close()
+
+
+class DummyFeed:
+    """Makes rows from the job's seed."""
+
+    direct = False
+
+    def __init__(self, job: LoadJob) -> None:
+        self._job = job
+
+    def fill(self, chunk: RowChunk, view: memoryview) -> Sequence[Copy]:
+        from engram_server import generate  # numpy, which a load from files does without
+
+        layer, count = self._job.tables[chunk.table].layer_id, chunk.row_stop - chunk.row_start
+        base = address_of(view)
+        scales_at = base + count * ROW_VALUES
+        for first in range(0, count, _MADE_ROWS):
+            made = min(_MADE_ROWS, count - first)
+            values, scales = generate.rows(layer, self._job.seed, chunk.row_start + first, made, self._job.every_code)
+            # memmove, called through ctypes, runs without the interpreter lock
+            ctypes.memmove(base + first * ROW_VALUES, values.ctypes.data, values.nbytes)
+            ctypes.memmove(scales_at + first * ROW_SCALES, scales.ctypes.data, scales.nbytes)
+        return (
+            Copy(base, chunk.values, count * ROW_VALUES),
+            Copy(scales_at, chunk.scales, count * ROW_SCALES),
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def slot_bytes(job: LoadJob) -> int:
+    """What a slot must hold: a chunk, and what the alignment of direct reads adds."""
+    return job.device_chunk_bytes + 2 * ALIGNMENT
+
+
+def cut(job: LoadJob, targets: Sequence[DeviceTarget]) -> list[Chunk] | list[RowChunk]:
+    """The work of a fill, in the order of the files."""
+    index = {table.layer_id: at for at, table in enumerate(job.tables)}
+    if not job.values:
+        return [chunk for target in targets for chunk in _cut_rows(index[target.info.layer_id], target, job)]
+    return [chunk for target in targets for chunk in _cut_extents(index[target.info.layer_id], target, job)]
+
+
+def _cut_rows(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[RowChunk]:
+    shard = target.info.shard
+    step = max(1, job.device_chunk_bytes // ROW_BYTES)
+    for row in range(shard.row_start, shard.row_stop, step):
+        stop = min(row + step, shard.row_stop)
+        values, scales, _ = target.span(row, stop)
+        yield RowChunk(table, row, stop, values, scales)
+
+
+def _cut_extents(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[Chunk]:
+    shard = target.info.shard
+    whole = target.span(shard.row_start, shard.row_stop)
+    for scales, extent, width, address in (
+        (False, job.values[table], ROW_VALUES, whole.values),
+        (True, job.scales[table], ROW_SCALES, whole.scales),
+    ):
+        first, last = shard.row_start * width, shard.row_stop * width
+        at = first
+        while at < last:
+            stop = min(last, at + job.device_chunk_bytes - (extent.offset + at) % job.device_chunk_bytes)
+            yield Chunk(table, scales, at, stop - at, address + at - first)
+            at = stop
+
+
+def fill(
+    job: LoadJob,
+    targets: Sequence[DeviceTarget],
+    staging: Staging,
+    make_feed: Callable[[], Feed],
+    on_done: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Fills the segments, all of them on one GPU, with `job.threads` threads; all is there when it returns.
+    `on_done` hears of bytes on their way, from any thread. The first failure stops all threads and is raised."""
+    driver, ordinal = targets[0].driver, targets[0].ordinal
+
+    def work(chunks: Iterator[Any], stop: threading.Event) -> None:
+        slots, feed = staging.slots(), make_feed()
+        try:
+            with driver.context(ordinal):
+                for chunk in chunks:
+                    slots.reverse()
+                    slots[0].wait()
+                    for copy in feed.fill(chunk, slots[0].view):
+                        slots[0].send(copy)
+                    on_done(chunk.nbytes)
+                for slot in slots:
+                    slot.wait()
+        finally:
+            feed.close()
+
+    run_threads(work, cut(job, targets), job.threads)
+
+
+def address_of(buffer: Any) -> int:
+    """The address of a writable buffer's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
