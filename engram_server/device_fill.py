@@ -24,13 +24,12 @@ from engram_client.cuda.driver import Driver
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES
 from engram_server.device_target import DeviceTarget
 from engram_server.fill import run_threads
+from engram_server.generate import make_into
 from engram_server.load_job import LoadJob
 from engram_server.reader import ALIGNMENT, FileReader, Preadv
 
 SLOTS_PER_THREAD: Final = 2
 HUGE_PAGE: Final = 2 << 20
-_MADE_ROWS: Final = 1 << 12
-"""Dummy rows made at once: 1 MiB, still in a core's cache when it is copied into the slot."""
 
 
 class Chunk(NamedTuple):
@@ -157,20 +156,13 @@ class DummyFeed:
         self._job = job
 
     def fill(self, chunk: RowChunk, view: memoryview) -> Sequence[Copy]:
-        from engram_server import generate  # numpy, which a load from files does without
-
-        layer, count = self._job.tables[chunk.table].layer_id, chunk.row_stop - chunk.row_start
-        base = address_of(view)
-        scales_at = base + count * ROW_VALUES
-        for first in range(0, count, _MADE_ROWS):
-            made = min(_MADE_ROWS, count - first)
-            values, scales = generate.rows(layer, self._job.seed, chunk.row_start + first, made, self._job.every_code)
-            # memmove, called through ctypes, runs without the interpreter lock
-            ctypes.memmove(base + first * ROW_VALUES, values.ctypes.data, values.nbytes)
-            ctypes.memmove(scales_at + first * ROW_SCALES, scales.ctypes.data, scales.nbytes)
+        job, count = self._job, chunk.row_stop - chunk.row_start
+        split = count * ROW_VALUES
+        values, scales = view[:split], view[split : split + count * ROW_SCALES]
+        make_into(job.tables[chunk.table].layer_id, job.seed, chunk.row_start, job.every_code, values, scales)
         return (
-            Copy(base, chunk.values, count * ROW_VALUES),
-            Copy(scales_at, chunk.scales, count * ROW_SCALES),
+            Copy(address_of(values), chunk.values, len(values)),
+            Copy(address_of(scales), chunk.scales, len(scales)),
         )
 
     def close(self) -> None:
