@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from engram_client.cuda.driver import Driver
 from engram_client.errors import DigestMismatch
@@ -34,10 +35,19 @@ _WARP = 32
 
 
 class Digester:
-    """The kernel on GPU `ordinal`, and room for the pieces of one launch. Lives as long as the process.
+    """The kernel on one GPU, and room for the pieces of one launch: `Digester.on` gives the process's one a GPU."""
 
-    Raises CudaUnavailable, KernelCompileFailed or CudaCallFailed.
-    """
+    _made: ClassVar[dict[tuple[Driver, int], Digester]] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def on(cls, driver: Driver, ordinal: int) -> Digester:
+        """Compiled (or read from the cache) at the first call; never given back, as pinned memory must outlive
+        what may read it. Raises CudaUnavailable, KernelCompileFailed or CudaCallFailed."""
+        with cls._lock:
+            if (driver, ordinal) not in cls._made:
+                cls._made[driver, ordinal] = cls(driver, ordinal)
+            return cls._made[driver, ordinal]
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver = driver
@@ -93,7 +103,7 @@ def damage(
     for ordinal in sorted({target.ordinal for target, _ in work}):
         mine = [(target, piece) for target, piece in work if target.ordinal == ordinal]
         spans = [target.span(piece.row_start, piece.row_stop) for target, piece in mine]
-        digests = Digester(mine[0][0].driver, ordinal).digests(spans, gentle, on_done)
+        digests = Digester.on(mine[0][0].driver, ordinal).digests(spans, gentle, on_done)
         found += [
             mismatch(target, piece, expected=piece.digest, found=digest)
             for (target, piece), digest in zip(mine, digests, strict=True)

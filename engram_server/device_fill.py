@@ -84,6 +84,10 @@ class Slot:
         self._busy = True
 
 
+# What a GPU may still read, or the driver still counts as registered, must not be freed with its object.
+_kept: list[mmap.mmap] = []
+
+
 class Staging:
     """Pinned memory for `threads` threads, two slots of `nbytes` each, registered in one call: each call costs
     as much as a quarter of a gigabyte. To be made, and its slots used, in the GPU's context."""
@@ -92,10 +96,11 @@ class Staging:
         size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
         total = threads * SLOTS_PER_THREAD * size
         # Private: shared anonymous memory gets huge pages only where the machine allows them to tmpfs.
-        self._memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = memoryview(self._memory)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        _kept.append(memory)
+        whole = memoryview(memory)
         first = -address_of(whole) % HUGE_PAGE
         driver.host_register(address_of(whole) + first, total, read_only=False)
         self._pairs: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()

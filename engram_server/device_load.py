@@ -47,7 +47,7 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
         return feed
 
     with ThreadPoolExecutor(1) as background:
-        digester = background.submit(Digester, driver, ordinal)  # the compiler has the fill's time
+        digester = background.submit(Digester.on, driver, ordinal)  # the compiler has the fill's time
         with reporter.phase("loading", stored):
             device_fill.fill(job, targets, staging, make_feed, reporter.add)
     digests = _digest(job, targets, digester, reporter, stored)
