@@ -89,12 +89,12 @@ _kept: list[mmap.mmap] = []
 
 
 class Staging:
-    """Pinned memory for `threads` threads, two slots of `nbytes` each, registered in one call: each call costs
-    as much as a quarter of a gigabyte. To be made, and its slots used, in the GPU's context."""
+    """Pinned memory for `threads` threads, two slots of `nbytes` each, registered in one call. To be made, and
+    its slots used, in the GPU's context."""
 
     def __init__(self, driver: Driver, threads: int, nbytes: int) -> None:
-        size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
-        total = threads * SLOTS_PER_THREAD * size
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        total = -(-threads * SLOTS_PER_THREAD * size // HUGE_PAGE) * HUGE_PAGE
         # Private: shared anonymous memory gets huge pages only where the machine allows them to tmpfs.
         memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages
@@ -174,9 +174,10 @@ class DummyFeed:
         pass
 
 
-def slot_bytes(job: LoadJob) -> int:
-    """What a slot must hold: a chunk, and what the alignment of direct reads adds."""
-    return job.device_chunk_bytes + 2 * ALIGNMENT
+def chunk_bytes(job: LoadJob) -> int:
+    """What is read at a time, and what a slot must hold: chunks end at its multiples in the file, so that what
+    direct reads add to the first and to the last stays within it."""
+    return max(ALIGNMENT, job.device_chunk_bytes // ALIGNMENT * ALIGNMENT)
 
 
 def cut(job: LoadJob, targets: Sequence[DeviceTarget]) -> list[Chunk] | list[RowChunk]:
@@ -189,7 +190,7 @@ def cut(job: LoadJob, targets: Sequence[DeviceTarget]) -> list[Chunk] | list[Row
 
 def _cut_rows(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[RowChunk]:
     shard = target.info.shard
-    step = max(1, job.device_chunk_bytes // ROW_BYTES)
+    step = chunk_bytes(job) // ROW_BYTES
     for row in range(shard.row_start, shard.row_stop, step):
         stop = min(row + step, shard.row_stop)
         values, scales, _ = target.span(row, stop)
@@ -197,7 +198,7 @@ def _cut_rows(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[RowChu
 
 
 def _cut_extents(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[Chunk]:
-    shard = target.info.shard
+    shard, chunk = target.info.shard, chunk_bytes(job)
     whole = target.span(shard.row_start, shard.row_stop)
     for scales, extent, width, address in (
         (False, job.values[table], ROW_VALUES, whole.values),
@@ -206,7 +207,7 @@ def _cut_extents(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[Chu
         first, last = shard.row_start * width, shard.row_stop * width
         at = first
         while at < last:
-            stop = min(last, at + job.device_chunk_bytes - (extent.offset + at) % job.device_chunk_bytes)
+            stop = min(last, at + chunk - (extent.offset + at) % chunk)
             yield Chunk(table, scales, at, stop - at, address + at - first)
             at = stop
 

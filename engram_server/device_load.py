@@ -36,7 +36,7 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
         targets = [DeviceTarget(info, fd, driver) for info, fd in zip(order.segments, order.fds, strict=True)]
         ordinal = targets[0].ordinal
         with driver.context(ordinal):
-            staging = device_fill.Staging(driver, job.threads, device_fill.slot_bytes(job))
+            staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
         reporter.add(allocated)
     stored = sum(info.shard.rows * ROW_BYTES for info in order.segments)
     feeds: list[device_fill.Feed] = []

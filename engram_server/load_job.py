@@ -19,7 +19,7 @@ CHUNK_BYTES = 2 << 20
 spend their time passing the interpreter lock round."""
 DEVICE_CHUNK_BYTES = 8 << 20
 """Bytes read and copied at a time for GPU memory: at 50 GB/s a process does 6,000 of these a second, and each
-must cost it little beside the copy. A multiple of what direct reads are aligned to."""
+must cost it little beside the copy."""
 DIRECT_CHUNK_BYTES = 4 << 20
 """The same where reads go to the device: it wants few and large ones."""
 

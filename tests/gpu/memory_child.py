@@ -161,7 +161,7 @@ def fill_device(fd: int, nbytes: int, uuid: str) -> dict[str, Any]:
     whole = target.span(0, rows)
     job = LoadJob(source="a pattern", tables=(TableGeometry(layer_id=0, columns=(rows,)),))
     with driver.context(target.ordinal):
-        staging = device_fill.Staging(driver, job.threads, device_fill.slot_bytes(job))
+        staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
     started = time.perf_counter()
     device_fill.fill(job, [target], staging, lambda: PatternFeed(whole.values))
     fill_s = time.perf_counter() - started

@@ -59,7 +59,7 @@ class Memory:
         self.raw = np.random.default_rng(ordinal).integers(0, 256, ROWS * 264, np.uint8)
         job = LoadJob(source="random", tables=(TableGeometry(layer_id=3, columns=(FIRST + ROWS,)),), threads=3)
         with DRIVER.context(ordinal):
-            staging = device_fill.Staging(DRIVER, job.threads, device_fill.slot_bytes(job))
+            staging = device_fill.Staging(DRIVER, job.threads, device_fill.chunk_bytes(job))
         device_fill.fill(job, [self.target], staging, lambda: RandomFeed(self))
 
     def part(self, row: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

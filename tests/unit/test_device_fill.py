@@ -101,7 +101,7 @@ def test_dummy_rows_are_cut_so_that_a_chunk_fits_a_slot(rows: int, start: int, c
     at = start
     for one in cast(list[device_fill.RowChunk], device_fill.cut(job, [target])):
         assert one.row_start == at
-        assert one.nbytes <= device_fill.slot_bytes(job)
+        assert one.nbytes <= device_fill.chunk_bytes(job)
         assert (one.values, one.scales, one.row_stop - at) == target.span(at, one.row_stop)
         at = one.row_stop
     assert at == start + rows
@@ -143,7 +143,7 @@ class Stage:
         self.target = DeviceTarget(self.info, segment.writable_fd, driver)
         self.fd = segment.writable_fd
         with driver.context(0):
-            self.staging = device_fill.Staging(driver, threads, device_fill.slot_bytes(self.job))
+            self.staging = device_fill.Staging(driver, threads, device_fill.chunk_bytes(self.job))
 
     def fill(self, **options: Any) -> None:
         direct = options.pop("direct", False)
@@ -172,13 +172,13 @@ def test_short_reads_are_continued(driver: FakeDriver, tmp_path: Path) -> None:
 def test_pinned_memory_is_registered_in_one_call_and_huge_pages_begin_in_it(driver: FakeDriver) -> None:
     job = LoadJob(source="s", tables=(), threads=3)
     with driver.context(0):
-        staging = device_fill.Staging(driver, 3, device_fill.slot_bytes(job))
+        staging = device_fill.Staging(driver, 3, device_fill.chunk_bytes(job))
     (registered,) = driver._registered
     assert registered % (2 * MIB) == 0
     slots = [slot for _ in range(3) for slot in staging.slots()]
     starts = sorted(device_fill.address_of(slot.view) for slot in slots)
     assert len(starts) == 6
-    assert all(len(slot.view) >= device_fill.slot_bytes(job) for slot in slots)
+    assert all(len(slot.view) >= device_fill.chunk_bytes(job) for slot in slots)
     assert all(right - left >= len(slots[0].view) for left, right in pairwise(starts))
     assert all(start % mmap.PAGESIZE == 0 for start in starts)
 
