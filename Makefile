@@ -41,6 +41,7 @@ test-gpu: .venv/installed
 bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.gather_gpu
 	$(BIN)/python -m tests.bench.client_gpu
+	$(BIN)/python -m tests.bench.load_gpu
 	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
 
 # Tables of full size, whole in host memory and split over two GPUs: 200 GiB of each.

@@ -292,6 +292,16 @@ def test_a_file_that_one_child_finds_too_short_ends_the_load(scene: Scene, block
     assert children() == []
 
 
+def test_a_forecast_counts_a_second_reading_of_the_source(scene: Scene, small: Path) -> None:
+    from engram_server import forecast
+
+    plan, job = scene.prepare(small, load={"verify": "full"})
+    found = forecast.measure(job, plan, 1 << 30, gpu_count=2)
+    assert found.bytes == sum(segment.info.shard.rows for segment in scene.segments) * 264
+    assert found.populate_bytes_per_second is None
+    assert found.load_seconds > found.bytes / found.fill_bytes_per_second > 0
+
+
 # Checks of what lies in memory
 
 
