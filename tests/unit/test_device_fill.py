@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from engram_client.cuda import access
 from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.errors import CudaCallFailed, ReadFailed, TruncatedFile
-from engram_client.identity import table_root
+from engram_client.identity import block_digest, table_root
 from engram_client.layout import BLOCK_ROWS, Shard, TableGeometry, digest_pieces
 from engram_client.protocol import Backing, LoadProgress, LoadReport, RowFormat, SegmentInfo
 from engram_server import device_fill
@@ -384,3 +384,27 @@ def test_the_threads_of_a_load_are_for_each_gpu() -> None:
         **vars(plan) | {"segments": tuple(msgspec.structs.replace(one, device=None) for one in segments)}
     )
     assert make_job(on_host, config, None, cpus=192).threads == 16
+
+
+# Digests
+
+
+@pytest.mark.parametrize(("gentle", "launches"), [(False, 1), (True, 3)])
+def test_a_gentle_check_takes_a_few_pieces_at_a_time(
+    driver: FakeDriver, tmp_path: Path, gentle: bool, launches: int
+) -> None:
+    pytest.importorskip("cuda.core")
+    from engram_server.device_digest import GENTLE_PIECES, Digester
+
+    stage = Stage(driver, tmp_path, 3 * GENTLE_PIECES - 5, 1)
+    stage.fill()
+    ranges = [(row, row + 1) for row in range(stage.info.shard.rows)]
+    done: list[int] = []
+    digester = Digester.on(driver, 0)
+    assert Digester.on(driver, 0) is digester
+    found = digester.digests([stage.target.span(*one) for one in ranges], gentle, done.append)
+    values, scales = stage.raw[: len(ranges) * 256], stage.raw[len(ranges) * 256 :]
+    for row, digest in enumerate(found):
+        assert digest == block_digest(values[row * 256 : row * 256 + 256], scales[row * 8 : row * 8 + 8])
+    assert driver._counts["cuLaunchKernel"] == launches == len(done)
+    assert sum(done) == len(ranges) * 264
