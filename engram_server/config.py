@@ -88,7 +88,7 @@ class LoadConfig(_Section, frozen=True):
     """How the checkpoint is read."""
 
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """Reader threads; 0 = one a core, at most 16, into GPU memory 16 a GPU."""
+    """Reader threads, shared out among the GPUs that are filled; 0 = one a core, at most 16, or 16 a GPU."""
     direct_io: Literal["auto", "on", "off"] = "auto"
     """`auto`: direct unless the file is in the page cache already or its file system refuses."""
     verify: Literal["off", "sample", "full"] = "sample"
