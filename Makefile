@@ -48,10 +48,6 @@ bench-gpu: .venv/installed
 bench-full: .venv/installed
 	$(BIN)/python -m tests.bench.full_size
 
-# Full size: 200 GiB of memory, in a host or over two GPUs.
-bench-full: .venv/installed
-	$(BIN)/python -m tests.bench.full_size
-
 # The long forms of the kill, churn and fuzz tests: about an hour, and three GiB of memory.
 soak: .venv/installed
 	ENGRAM_SOAK=1 $(BIN)/python -m pytest tests/system/test_kill.py tests/system/test_cuts.py
