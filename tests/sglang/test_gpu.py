@@ -55,6 +55,11 @@ class Case:
         """Whether SGLang's own lookup knows where its table ends; where not, it reads what lies behind."""
         return self.layout != "shared" and not self.peer
 
+    @property
+    def keeps_minus_zero(self) -> bool:
+        """Whether -0 comes out of SGLang's own lookup: its peer kernel and a group's sum make it +0."""
+        return self.layout == "shared" or self.ranks == 1
+
 
 PER_RANK = {HOST_TABLE: "1", LAYOUT: "per_rank"}
 SHARED = {HOST_TABLE: "1", LAYOUT: "shared"}
@@ -235,6 +240,9 @@ def test_every_code_comes_out_as_from_the_triton_kernels(compared: Compared, eve
             assert (found[beyond] == NAN).all()
             assert beyond.any()
             assert ((theirs[beyond] & 0x7FFF) >= INFINITY).all()
+            # What docs/sglang.md says of SGLang's kernels.
+            assert ((theirs[beyond] & 0x7FFF) == INFINITY).any()
+            assert (own[name].view(np.uint16) == 0x8000).any() == compared.case.keeps_minus_zero
             # All codes were there.
             assert len(np.unique(values)) == len(np.unique(scales)) == 256
 
