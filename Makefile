@@ -59,7 +59,8 @@ fuzz: .venv/installed
 	$(BIN)/python -m tests.fuzz.guided -runs=1000000
 
 # The real SGLang beside ours, in an environment of its own: the wheel, and the few packages that its Engram layer
-# imports. Needs the Python versions that SGLang has wheels for.
+# imports. Needs the Python versions that SGLang has wheels for. Where there are GPUs, SGLang's kernels on them too;
+# tests/sglang/run_gpu.sh does that where nothing can be downloaded.
 .venv-sglang/installed: tests/sglang/requirements.txt pyproject.toml setup.py engram_client/_native.c
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv-sglang
