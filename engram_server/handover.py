@@ -30,6 +30,9 @@ from engram_client.protocol import (
     Authorize,
     Authorized,
     Beat,
+    Export,
+    Exported,
+    FabricHandle,
     Failed,
     Granted,
     Greeting,
@@ -39,7 +42,7 @@ from engram_client.protocol import (
     encode,
 )
 from engram_server.config import ControlConfig
-from engram_server.leases import Lease, Leases, Peer
+from engram_server.leases import Grant, Lease, Leases, Peer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,8 @@ _MOST_GROUPS = 256
 
 
 class Handover:
-    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send."""
+    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send,
+    `handles_of(grant)` what the holder of a lease may hand to ranks of other nodes."""
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Handover:
         epoch: str,
         leases: Leases,
         descriptor_of: Callable[[str], int],
+        handles_of: Callable[[Grant], tuple[FabricHandle, ...]],
     ) -> None:
         self._listener = listener
         self._path = listener.getsockname()
@@ -71,6 +76,7 @@ class Handover:
         self._epoch = epoch
         self._leases = leases
         self._descriptor_of = descriptor_of
+        self._handles_of = handles_of
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -139,6 +145,10 @@ class Handover:
             granted = Granted(segments=part, lease=lease.id, last=start == starts[-1])
             messages.append((granted, [self._descriptor_of(name) for name in part]))
         return messages
+
+    def export(self, lease: Lease) -> Exported:
+        """The FABRIC handles of the holder's own shards. Raises FabricUnavailable or NotAllowedNow."""
+        return Exported(handles=self._handles_of(lease.grant))
 
     def authorize(self, peer: Peer) -> bytes:
         """A permit for one request of the owner. Raises NotPermitted for anyone else."""
@@ -230,6 +240,11 @@ class _Connection:
             if self._lease is None:
                 raise NotAllowedNow(request="beat", state="without a lease on this connection")
             self._owner.seen(self._lease)
+            return
+        if isinstance(request, Export):
+            if self._lease is None:
+                raise NotAllowedNow(request="export", state="without a lease on this connection")
+            self.send(self._owner.export(self._lease))
             return
         if self._lease is not None:
             raise NotAllowedNow(request="redeem", state="leased to this connection")

@@ -125,6 +125,7 @@ class Service:
                 self._epoch,
                 self._leases,
                 lambda name: self._holding.segments[name].readable_fd,
+                lambda grant: self._holding.exports.granted(grant),
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
             self._http = self._listen_for_http()

@@ -124,7 +124,7 @@ class FakeVmm:
         return self._devices[ordinal]
 
     def _uuid(self, index: int) -> str:
-        return f"GPU-{index:08x}-0000-4000-8000-000000000000"
+        return f"GPU-{index:08x}-{self.settings.node:04x}-4000-8000-000000000000"
 
     # Devices
 
@@ -273,6 +273,8 @@ class FakeVmm:
         allocation = self._allocation("cuMemExportToShareableHandle", handle)
         if HandleTypes.FABRIC not in allocation.types:
             raise fail("cuMemExportToShareableHandle", "INVALID_VALUE")
+        if allocation.imported and not self.settings.fabric_again:
+            raise fail("cuMemExportToShareableHandle", "NOT_SUPPORTED")
         return (_FABRIC_PREFIX + f"{os.getpid()}:{allocation.fd}".encode()).ljust(FABRIC_BYTES, b"\0")
 
     @driver_call("cuMemImportFromShareableHandle")

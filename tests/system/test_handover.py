@@ -14,6 +14,7 @@ import uvloop
 from engram_client.errors import InternalError, TransferCut
 from engram_client.handover import HandoverConnection
 from engram_server.config import ControlConfig
+from engram_server.exports import Exports
 from engram_server.handover import Handover
 from engram_server.leases import Grant, Leases
 from engram_server.sockets import listen_for_handover
@@ -24,7 +25,7 @@ GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu",
 @contextlib.contextmanager
 def serving(path: str, leases: Leases, descriptor_of: Callable[[str], int]) -> Iterator[Handover]:
     control = ControlConfig()
-    handover = Handover(listen_for_handover(path, control), control, "epoch", leases, descriptor_of)
+    handover = Handover(listen_for_handover(path, control), control, "epoch", leases, descriptor_of, Exports().granted)
     try:
         yield handover
     finally:
