@@ -266,6 +266,7 @@ class FakeVmm:
         allocation = self._allocation("cuMemExportToShareableHandle", handle)
         if HandleTypes.POSIX_FD not in allocation.types:
             raise fail("cuMemExportToShareableHandle", "INVALID_VALUE")
+        self._check_export(allocation)
         return fcntl.fcntl(allocation.fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
     @driver_call("cuMemExportToShareableHandle")
@@ -273,9 +274,12 @@ class FakeVmm:
         allocation = self._allocation("cuMemExportToShareableHandle", handle)
         if HandleTypes.FABRIC not in allocation.types:
             raise fail("cuMemExportToShareableHandle", "INVALID_VALUE")
-        if allocation.imported and not self.settings.fabric_again:
-            raise fail("cuMemExportToShareableHandle", "NOT_SUPPORTED")
+        self._check_export(allocation)
         return (_FABRIC_PREFIX + f"{os.getpid()}:{allocation.fd}".encode()).ljust(FABRIC_BYTES, b"\0")
+
+    def _check_export(self, allocation: Allocation) -> None:
+        if allocation.imported and not self.settings.export_again:
+            raise fail("cuMemExportToShareableHandle", "INVALID_VALUE", "it was imported")
 
     @driver_call("cuMemImportFromShareableHandle")
     def import_fd(self, fd: int) -> int:

@@ -276,7 +276,7 @@ def test_memory_that_was_taken_over_is_shared_again_or_asks_for_a_reload(
     folder: Path, checkpoint: Path, again: bool
 ) -> None:
     nodes = Nodes(folder, checkpoint)
-    nodes.machines[1]["fabric_again"] = again
+    nodes.machines[1]["export_again"] = again
     with contextlib.ExitStack() as stack:
         manager = stack.enter_context(ServiceManager(folder / "manager"))
 

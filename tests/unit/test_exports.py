@@ -88,7 +88,7 @@ def test_where_nobody_elsewhere_reads_the_memory_it_is_not_exported_and_not_give
 def test_memory_taken_over_is_exported_if_the_driver_does_it_and_else_a_reload_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    node = Node(monkeypatch, fabric_again=again)
+    node = Node(monkeypatch, export_again=again)
     plan = node.plan()
     made = create_segments(plan, "tag")
     taken: list[Segment] = []
@@ -104,7 +104,7 @@ def test_memory_taken_over_is_exported_if_the_driver_does_it_and_else_a_reload_i
         with pytest.raises(FabricUnavailable) as refused:
             exports.granted(mine)
         assert refused.value.node_rank == 1
-        assert "CUDA_ERROR_NOT_SUPPORTED" in refused.value.problem
+        assert "CUDA_ERROR_INVALID_VALUE" in refused.value.problem
         assert "--free" in refused.value.remedy
     node.closed(made + taken)
 
