@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ASK_LIMIT_S = 1.0
-"""How long a rank whose attach has failed asks its daemon whether the others wait for it."""
-
 
 class _Next(enum.Enum):
     """Which collective this rank owes the others."""
@@ -129,15 +126,15 @@ class Nodes:
             self._meet(Done())
 
     def give_up(self, error: Exception) -> None:
-        """Tells the others, where they wait for this rank, that it failed with `error`. Raises nothing."""
-        if self._next is _Next.NOTHING or (self._next is _Next.UNKNOWN and not self._expected()):
-            return
+        """Tells the others, where they wait for this rank, that it failed with `error`, which its caller then raises.
+        Raises nothing."""
         if not isinstance(error, EngramError):
             error = InternalError(doing="attaching", problem=repr(error)[:500])
         try:
-            self._meet(Failed.of(error))
-        except EngramError as other:
-            log.debug("after %s: %s", error.code, other)
+            if self._next is not _Next.NOTHING and (self._next is not _Next.UNKNOWN or self._expected()):
+                self._meet(Failed.of(error))
+        except Exception as other:  # of any kind: what is raised must be what this rank failed with
+            log.debug("after %s: %r", error.code, other)
 
     def _expected(self) -> bool:
         """Whether the others will come to exchange offers; asked by a rank that failed before it could know."""
@@ -149,7 +146,7 @@ class Nodes:
             if not groups.is_there():
                 return False
             groups.check(self._group, self._rank, self._world_size)
-            options = query_status(self._endpoint, timeout=ASK_LIMIT_S, handover=self._handover).options
+            options = query_status(self._endpoint, timeout=0, handover=self._handover).options
         except EngramError:
             return False
         return options is not None and options.reads_across_nodes
