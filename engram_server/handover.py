@@ -244,7 +244,9 @@ class _Connection:
         if isinstance(request, Export):
             if self._lease is None:
                 raise NotAllowedNow(request="export", state="without a lease on this connection")
-            self.send(self._owner.export(self._lease))
+            exported = self._owner.export(self._lease)
+            log.info("lease %d: handles of %d segments for other nodes", self._lease.id, len(exported.handles))
+            self.send(exported)
             return
         if self._lease is not None:
             raise NotAllowedNow(request="redeem", state="leased to this connection")

@@ -31,6 +31,7 @@ from engram_client.protocol import (
     Done,
     Drain,
     Evict,
+    FabricHandle,
     Failed,
     LoadProgress,
     Progress,
@@ -54,7 +55,7 @@ from engram_server.fdstore import ServiceManager
 from engram_server.handover import Handover
 from engram_server.holding import Holding
 from engram_server.keep import Keeper
-from engram_server.leases import Leases
+from engram_server.leases import Grant, Leases
 from engram_server.progress import ProgressDisplay
 from engram_server.sockets import EndpointLock, listen_for_handover
 from engram_server.tally import Tally
@@ -125,7 +126,7 @@ class Service:
                 self._epoch,
                 self._leases,
                 lambda name: self._holding.segments[name].readable_fd,
-                lambda grant: self._holding.exports.granted(grant),
+                self._exported,
             )
             self._control = Control(self._lock.control_path, self._config.control, self._handle)
             self._http = self._listen_for_http()
@@ -280,6 +281,13 @@ class Service:
         except EngramError as error:
             self._tally.refused[error.code] += 1
             return Failed.of(error)
+
+    def _exported(self, grant: Grant) -> tuple[FabricHandle, ...]:
+        try:
+            return self._holding.exports.granted(grant)
+        except EngramError as error:
+            self._tally.refused[error.code] += 1
+            raise
 
     def _status(self) -> StatusReply:
         holding, plan, result = self._holding, self._holding.plan, self._holding.result

@@ -166,11 +166,15 @@ def free_ports(count: int) -> list[int]:
 def test_a_node_without_fabric_is_named_with_its_reason_on_all_ranks(folder: Path, checkpoint: Path) -> None:
     nodes = Nodes(folder, checkpoint, 4)
     nodes.machines[1]["fabric"] = "lies"
+    (port,) = free_ports(1)
+    nodes.configs[1] = {"metrics": {"listen": f"127.0.0.1:{port}"}}
     with nodes.running():
         assert "no rank will be able to attach" in nodes.daemons[1].log
         for code, fields in nodes.outcomes():
             assert (code, fields["node_rank"]) == ("FabricUnavailable", 1)
             assert "cuMemCreate answers CUDA_ERROR_NOT_PERMITTED" in fields["problem"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+            assert b'FabricUnavailable"} 2.0' in reply.read()
         for daemon in nodes.daemons:
             wait_until(lambda daemon=daemon: not daemon.status().leases, "the leases end")  # type: ignore[misc]
 
