@@ -112,7 +112,7 @@ def _open(
         attached = _attach(control, lease, request, deadline, timeout, on_progress)
         together = nodes.expect(attached.options, ordinal)
         with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
-            handles = lease.export(REPLY_LEAST_S) if together else ()
+            handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
             # From here on beats are sent: other nodes may take long to load their tables.
             kept = Lease(lease, functools.partial(_renew, endpoint, handover, _same_tables(request, attached)))
             undo.callback(kept.close)
