@@ -57,6 +57,8 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     """Why the driver cannot allocate host memory."""
     host_granularity: int = 2 << 20
     fabric_problem: str = ""
+    asked: str = ""
+    """The `question` that this answers."""
 
     @classmethod
     def none(cls, problem: str) -> Gpus:
@@ -69,6 +71,15 @@ def read(config: Config) -> Gpus:
     Host memory that is not the driver's needs their number only: such a daemon never initialises CUDA.
     Raises GpuNotFound when `devices` names one that is not there.
     """
+    return msgspec.structs.replace(_read(config), asked=question(config))
+
+
+def question(config: Config) -> str:
+    """What of the configuration decides how its GPUs are asked for: equal ones had the same answer a while ago."""
+    return f"{config.engram.placement}, backing {config.host.backing}, devices {config.devices}"
+
+
+def _read(config: Config) -> Gpus:
     needs_driver = config.engram.placement is Placement.GPU or config.host.backing in ("auto", "cuda_host")
     if not needs_driver:
         number = len(config.devices) if config.devices is not None else count()

@@ -144,7 +144,10 @@ class Holding:
             log.warning("%s", error)  # gone, not changed: its shape is still known
             model = manifest.model
         machine = Machine.read(folder=config.host.path)
-        return make_plan(config, model, machine, gpus.read(config), check_resources=False)
+        found = manifest.gpus
+        if found is None or found.asked != gpus.question(config) or manifest.options.reads_across_nodes:
+            found = gpus.read(config)
+        return make_plan(config, model, machine, found, check_resources=False)
 
     # Loading
 
@@ -196,6 +199,7 @@ class Holding:
             model=model,
             tables=self.tables,
             result=self.result,
+            gpus=prepared.gpus,
         )
 
     def _accept(self, plan: Plan) -> None:

@@ -19,6 +19,7 @@ from engram_client.errors import ManifestInvalid, ManifestVersionUnknown, WriteF
 from engram_client.layout import ModelGeometry
 from engram_client.protocol import ResolvedOptions, TableInfo, ipc_path
 from engram_server.config import Config
+from engram_server.gpus import Gpus
 from engram_server.load_job import LoadResult
 from engram_server.origin import Origin
 from engram_server.segments.memfd import F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, SEALS
@@ -49,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of every piece, huge pages, and the report of the load."""
     damaged: tuple[str, ...] = ()
     """Ids of segments that a check has found damaged: never taken over."""
+    gpus: Gpus | None = None
+    """As the loading daemon found them: to try what they can do takes a tenth of a second."""
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -17,6 +17,7 @@ from engram_server import gpus
 from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import Config
 from engram_server.findings import Finding, Level, gib, of_error
+from engram_server.gpus import Gpus
 from engram_server.machine import Machine, available_host_bytes
 from engram_server.plan import COLLAPSE_KERNEL, LOADER_BYTES, SHMEM_KNOB, HugePages, Plan, make_plan
 from engram_server.plan_gpu import LOADER_HOST_BYTES
@@ -41,6 +42,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
     source: Source
     machine: Machine
+    gpus: Gpus
     plan: Plan
     findings: tuple[Finding, ...]
     """Of level warn: what the plan itself does not remark on."""
@@ -54,9 +56,10 @@ def prepare(config: Config, *, check_resources: bool = True) -> Prepared:
     """
     source = read_source(config)
     machine = Machine.read(folder=config.host.path)
-    plan = make_plan(config, source.model, machine, gpus.read(config), check_resources=check_resources)
+    found = gpus.read(config)
+    plan = make_plan(config, source.model, machine, found, check_resources=check_resources)
     seen = process_findings(Process.read(), plan)
-    return Prepared(source, machine, plan, tuple(finding for finding in seen if finding.level is not Level.OK))
+    return Prepared(source, machine, found, plan, tuple(finding for finding in seen if finding.level is not Level.OK))
 
 
 def read_source(config: Config) -> Source:

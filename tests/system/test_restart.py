@@ -492,3 +492,26 @@ def test_memory_of_the_cuda_driver_is_adopted_by_its_descriptors(
             assert done.returncode == 0, done.stdout + second.log
         finally:
             node.clean_up()
+
+
+@pytest.mark.parametrize("devices", [None, [1, 0]], ids=["as-before", "others"])
+def test_a_successor_asks_the_gpus_again_only_if_its_configuration_does(
+    devices: list[int] | None, folder: Path, checkpoint: Path
+) -> None:
+    """To try what the driver can do takes a tenth of a second, of the half that a restart may."""
+    machine = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver", "ENGRAM_FAKE_CUDA": json.dumps({"gpus": 2})}
+    with ServiceManager(folder / "manager") as manager:
+        node = Node(folder, checkpoint, {}, manager)
+        node.config |= {"engram_config": {"placement": "gpu"}, "load": {"verify": "off"}}
+        node.environ = machine
+        try:
+            first, _ = node.start()
+            first.kill()
+            calls = folder / "calls"
+            node.environ = machine | {"ENGRAM_FAKE_LOG": str(calls)}
+            _, status = node.start(**({"devices": devices} if devices else {}))
+            assert status.adopted == (devices is None)
+            asked = any(json.loads(line)["call"] == "cuMemCreate" for line in calls.read_text().splitlines())
+            assert asked == (devices is not None)
+        finally:
+            node.clean_up()
