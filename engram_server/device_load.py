@@ -14,7 +14,7 @@ import msgspec
 
 from engram_client.cuda.access import cuda_driver
 from engram_client.layout import BLOCK_ROWS, ROW_BYTES, ROW_SCALES, digest_pieces
-from engram_server import device_digest, device_fill
+from engram_server import device_digest, device_fill, device_pump
 from engram_server.device_digest import Digester
 from engram_server.device_target import DeviceTarget
 from engram_server.fill import Digests, DummySource, FileSource, Source, digest_source, run_threads
@@ -31,12 +31,17 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
     # What others had put into the page cache stays there: GPU memory does not compete with it.
     job = msgspec.structs.replace(order.job, drop_cache=order.job.drop_cache and not cached)
     direct = bool(job.values) and (job.direct_io == "on" or (job.direct_io == "auto" and not cached))
+    # Direct reads and made rows come at their own rates, which Python keeps up with.
+    pumped = bool(job.values) and not direct and device_pump.NATIVE
     with reporter.phase("allocating", allocated):
         # Never unmapped: the mappings end with this process, and it ends with the load.
         targets = [DeviceTarget(info, fd, driver) for info, fd in zip(order.segments, order.fds, strict=True)]
         ordinal = targets[0].ordinal
         with driver.context(ordinal):
-            staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
+            if pumped:
+                staging = device_pump.make_staging(driver, job)
+            else:
+                staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
         reporter.add(allocated)
     stored = sum(info.shard.rows * ROW_BYTES for info in order.segments)
     feeds: list[device_fill.Feed] = []
@@ -49,7 +54,10 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
     with ThreadPoolExecutor(1) as background:
         digester = background.submit(Digester.on, driver, ordinal)  # the compiler has the fill's time
         with reporter.phase("loading", stored):
-            device_fill.fill(job, targets, staging, make_feed, reporter.add)
+            if pumped:
+                device_pump.fill(job, targets, staging, reporter.add)
+            else:
+                device_fill.fill(job, targets, staging, make_feed, reporter.add)
     digests = _digest(job, targets, digester, reporter, stored)
     _compare_with_source(job, targets, order.cut_blocks, digests, direct, reporter)
     return PartResult(
