@@ -13,7 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from engram_client.cuda.access import cuda_driver
+from engram_client.cuda.driver import Driver
 from engram_client.layout import BLOCK_ROWS, ROW_BYTES, ROW_SCALES, digest_pieces
+from engram_client.mapping.segments import visible_gpus
 from engram_server import device_digest, device_fill, device_pump
 from engram_server.device_digest import Digester
 from engram_server.device_target import DeviceTarget
@@ -33,16 +35,6 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
     direct = bool(job.values) and (job.direct_io == "on" or (job.direct_io == "auto" and not cached))
     # Direct reads and made rows come at their own rates, which Python keeps up with.
     pumped = bool(job.values) and not direct and device_pump.NATIVE
-    with reporter.phase("allocating", allocated):
-        # Never unmapped: the mappings end with this process, and it ends with the load.
-        targets = [DeviceTarget(info, fd, driver) for info, fd in zip(order.segments, order.fds, strict=True)]
-        ordinal = targets[0].ordinal
-        with driver.context(ordinal):
-            if pumped:
-                staging = device_pump.make_staging(driver, job)
-            else:
-                staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
-        reporter.add(allocated)
     stored = sum(info.shard.rows * ROW_BYTES for info in order.segments)
     feeds: list[device_fill.Feed] = []
 
@@ -52,7 +44,18 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
         return feed
 
     with ThreadPoolExecutor(1) as background:
-        digester = background.submit(Digester.on, driver, ordinal)  # the compiler has the fill's time
+        # First of all: it imports NVRTC and perhaps compiles while the driver makes its context, which takes longer.
+        # During a fill every thread would wait for its Python.
+        digester = background.submit(_digester, driver, order.segments[0].device) if job.digests else None
+        with reporter.phase("allocating", allocated):
+            # Never unmapped: the mappings end with this process, and it ends with the load.
+            targets = [DeviceTarget(info, fd, driver) for info, fd in zip(order.segments, order.fds, strict=True)]
+            with driver.context(targets[0].ordinal):
+                if pumped:
+                    staging = device_pump.make_staging(driver, job)
+                else:
+                    staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
+            reporter.add(allocated)
         with reporter.phase("loading", stored):
             if pumped:
                 device_pump.fill(job, targets, staging, reporter.add)
@@ -70,13 +73,17 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
     )
 
 
+def _digester(driver: Driver, device: str | None) -> Digester:
+    return Digester.on(driver, visible_gpus(driver).index(str(device)))
+
+
 def _digest(
-    job: LoadJob, targets: Sequence[DeviceTarget], digester: Future[Digester], reporter: Reporter, stored: int
+    job: LoadJob, targets: Sequence[DeviceTarget], digester: Future[Digester] | None, reporter: Reporter, stored: int
 ) -> Digests:
     """Digests of all pieces, and of the blocks that are one piece."""
     digests = Digests()
     with reporter.phase("digesting", stored):
-        if not job.digests:
+        if digester is None:
             return digests
         index = {table.layer_id: at for at, table in enumerate(job.tables)}
         work = [
