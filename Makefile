@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 
-# Installed anew when the dependencies or the compiled helper change.
-.venv/installed: pyproject.toml setup.py engram_client/_native.c
+# Installed anew when the dependencies or the compiled helpers change.
+.venv/installed: pyproject.toml setup.py engram_client/_native.c engram_server/_pump.c
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
@@ -61,7 +61,7 @@ fuzz: .venv/installed
 # The real SGLang beside ours, in an environment of its own: the wheel, and the few packages that its Engram layer
 # imports. Needs the Python versions that SGLang has wheels for. Where there are GPUs, SGLang's kernels on them too;
 # tests/sglang/run_gpu.sh does that where nothing can be downloaded.
-.venv-sglang/installed: tests/sglang/requirements.txt pyproject.toml setup.py engram_client/_native.c
+.venv-sglang/installed: tests/sglang/requirements.txt pyproject.toml setup.py engram_client/_native.c engram_server/_pump.c
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 setuptools
@@ -76,4 +76,4 @@ bench-sglang: .venv-sglang/installed
 	.venv-sglang/bin/python -m tests.sglang.bench
 
 clean:
-	rm -rf .venv .venv-sglang build *.egg-info engram_client/_native*.so
+	rm -rf .venv .venv-sglang build *.egg-info engram_client/_native*.so engram_server/_pump*.so

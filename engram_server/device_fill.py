@@ -3,8 +3,9 @@
 A planar segment holds its values as they lie in the file, and its scales likewise, so a fill is two long
 copies, cut into chunks where the file's offsets are multiples of the chunk: then a direct read takes exactly a
 chunk. Each thread has two slots of pinned memory and reads into one while the GPU fetches the other. A chunk
-costs a thread three calls, all of them without the interpreter lock: wait, read, start the copy. Nothing is
-digested here: see device_digest.py.
+costs a thread three calls, all of them without the interpreter lock: wait, read, start the copy. Files in the
+page cache give their bytes faster than Python can take them: device_pump.py does the same for them in C. Nothing
+is digested here: see device_digest.py.
 
 Nothing is released before the loader exits, and with it go the context, the slots and the writable mappings.
 """
@@ -69,18 +70,18 @@ class Slot:
 
     def __init__(self, driver: Driver, view: memoryview) -> None:
         self._driver = driver
-        self._stream = driver.stream_create()
+        self.stream = driver.stream_create()
         self._busy = False
         self.view = view
 
     def wait(self) -> None:
         """Until the memory may be overwritten."""
         if self._busy:
-            self._driver.stream_synchronize(self._stream)
+            self._driver.stream_synchronize(self.stream)
             self._busy = False
 
     def send(self, copy: Copy) -> None:
-        self._driver.copy_to_device_async(copy.target, copy.source, copy.nbytes, self._stream)
+        self._driver.copy_to_device_async(copy.target, copy.source, copy.nbytes, self.stream)
         self._busy = True
 
 
@@ -89,12 +90,12 @@ _kept: list[mmap.mmap] = []
 
 
 class Staging:
-    """Pinned memory for `threads` threads, two slots of `nbytes` each, registered in one call. To be made, and
-    its slots used, in the GPU's context."""
+    """Pinned memory for `threads` threads, `per_thread` slots of at least `nbytes` each, registered in one call. To
+    be made, and its slots used, in the GPU's context."""
 
-    def __init__(self, driver: Driver, threads: int, nbytes: int) -> None:
+    def __init__(self, driver: Driver, threads: int, nbytes: int, per_thread: int = SLOTS_PER_THREAD) -> None:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        total = -(-threads * SLOTS_PER_THREAD * size // HUGE_PAGE) * HUGE_PAGE
+        total = -(-threads * per_thread * size // HUGE_PAGE) * HUGE_PAGE
         # Private: shared anonymous memory gets huge pages only where the machine allows them to tmpfs.
         memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages
@@ -103,14 +104,14 @@ class Staging:
         whole = memoryview(memory)
         first = -address_of(whole) % HUGE_PAGE
         driver.host_register(address_of(whole) + first, total, read_only=False)
-        self._pairs: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
+        self._sets: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
         for thread in range(threads):
-            at = [first + (thread * SLOTS_PER_THREAD + k) * size for k in range(SLOTS_PER_THREAD)]
-            self._pairs.put([Slot(driver, whole[start : start + size]) for start in at])
+            at = [first + (thread * per_thread + k) * size for k in range(per_thread)]
+            self._sets.put([Slot(driver, whole[start : start + size]) for start in at])
 
     def slots(self) -> list[Slot]:
         """One thread's slots."""
-        return self._pairs.get_nowait()
+        return self._sets.get_nowait()
 
 
 class Feed(Protocol):
@@ -182,10 +183,16 @@ def chunk_bytes(job: LoadJob) -> int:
 
 def cut(job: LoadJob, targets: Sequence[DeviceTarget]) -> list[Chunk] | list[RowChunk]:
     """The work of a fill, in the order of the files."""
+    if job.values:
+        return cut_files(job, targets, chunk_bytes(job))
     index = {table.layer_id: at for at, table in enumerate(job.tables)}
-    if not job.values:
-        return [chunk for target in targets for chunk in _cut_rows(index[target.info.layer_id], target, job)]
-    return [chunk for target in targets for chunk in _cut_extents(index[target.info.layer_id], target, job)]
+    return [chunk for target in targets for chunk in _cut_rows(index[target.info.layer_id], target, job)]
+
+
+def cut_files(job: LoadJob, targets: Sequence[DeviceTarget], nbytes: int) -> list[Chunk]:
+    """What the segments need of the job's files, in their order, cut at the files' multiples of `nbytes`."""
+    index = {table.layer_id: at for at, table in enumerate(job.tables)}
+    return [chunk for target in targets for chunk in _cut_extents(index[target.info.layer_id], target, job, nbytes)]
 
 
 def _cut_rows(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[RowChunk]:
@@ -197,8 +204,8 @@ def _cut_rows(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[RowChu
         yield RowChunk(table, row, stop, values, scales)
 
 
-def _cut_extents(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[Chunk]:
-    shard, chunk = target.info.shard, chunk_bytes(job)
+def _cut_extents(table: int, target: DeviceTarget, job: LoadJob, nbytes: int) -> Iterator[Chunk]:
+    shard = target.info.shard
     whole = target.span(shard.row_start, shard.row_stop)
     for scales, extent, width, address in (
         (False, job.values[table], ROW_VALUES, whole.values),
@@ -207,7 +214,7 @@ def _cut_extents(table: int, target: DeviceTarget, job: LoadJob) -> Iterator[Chu
         first, last = shard.row_start * width, shard.row_stop * width
         at = first
         while at < last:
-            stop = min(last, at + chunk - (extent.offset + at) % chunk)
+            stop = min(last, at + nbytes - (extent.offset + at) % nbytes)
             yield Chunk(table, scales, at, stop - at, address + at - first)
             at = stop
 

@@ -13,8 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from engram_client.cuda.access import cuda_driver
+from engram_client.cuda.driver import Driver
 from engram_client.layout import BLOCK_ROWS, ROW_BYTES, ROW_SCALES, digest_pieces
-from engram_server import device_digest, device_fill
+from engram_client.mapping.segments import visible_gpus
+from engram_server import device_digest, device_fill, device_pump
 from engram_server.device_digest import Digester
 from engram_server.device_target import DeviceTarget
 from engram_server.fill import Digests, DummySource, FileSource, Source, digest_source, run_threads
@@ -31,13 +33,8 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
     # What others had put into the page cache stays there: GPU memory does not compete with it.
     job = msgspec.structs.replace(order.job, drop_cache=order.job.drop_cache and not cached)
     direct = bool(job.values) and (job.direct_io == "on" or (job.direct_io == "auto" and not cached))
-    with reporter.phase("allocating", allocated):
-        # Never unmapped: the mappings end with this process, and it ends with the load.
-        targets = [DeviceTarget(info, fd, driver) for info, fd in zip(order.segments, order.fds, strict=True)]
-        ordinal = targets[0].ordinal
-        with driver.context(ordinal):
-            staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
-        reporter.add(allocated)
+    # Direct reads and made rows come at their own rates, which Python keeps up with.
+    pumped = bool(job.values) and not direct and device_pump.NATIVE
     stored = sum(info.shard.rows * ROW_BYTES for info in order.segments)
     feeds: list[device_fill.Feed] = []
 
@@ -47,9 +44,23 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
         return feed
 
     with ThreadPoolExecutor(1) as background:
-        digester = background.submit(Digester.on, driver, ordinal)  # the compiler has the fill's time
+        # First of all: it imports NVRTC and perhaps compiles while the driver makes its context, which takes longer.
+        # During a fill every thread would wait for its Python.
+        digester = background.submit(_digester, driver, order.segments[0].device) if job.digests else None
+        with reporter.phase("allocating", allocated):
+            # Never unmapped: the mappings end with this process, and it ends with the load.
+            targets = [DeviceTarget(info, fd, driver) for info, fd in zip(order.segments, order.fds, strict=True)]
+            with driver.context(targets[0].ordinal):
+                if pumped:
+                    staging = device_pump.make_staging(driver, job)
+                else:
+                    staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
+            reporter.add(allocated)
         with reporter.phase("loading", stored):
-            device_fill.fill(job, targets, staging, make_feed, reporter.add)
+            if pumped:
+                device_pump.fill(job, targets, staging, reporter.add)
+            else:
+                device_fill.fill(job, targets, staging, make_feed, reporter.add)
     digests = _digest(job, targets, digester, reporter, stored)
     _compare_with_source(job, targets, order.cut_blocks, digests, direct, reporter)
     return PartResult(
@@ -62,13 +73,17 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
     )
 
 
+def _digester(driver: Driver, device: str | None) -> Digester:
+    return Digester.on(driver, visible_gpus(driver).index(str(device)))
+
+
 def _digest(
-    job: LoadJob, targets: Sequence[DeviceTarget], digester: Future[Digester], reporter: Reporter, stored: int
+    job: LoadJob, targets: Sequence[DeviceTarget], digester: Future[Digester] | None, reporter: Reporter, stored: int
 ) -> Digests:
     """Digests of all pieces, and of the blocks that are one piece."""
     digests = Digests()
     with reporter.phase("digesting", stored):
-        if not job.digests:
+        if digester is None:
             return digests
         index = {table.layer_id: at for at, table in enumerate(job.tables)}
         work = [

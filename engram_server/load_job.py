@@ -20,6 +20,11 @@ spend their time passing the interpreter lock round."""
 DEVICE_CHUNK_BYTES = 8 << 20
 """Bytes read and copied at a time for GPU memory: at 50 GB/s a process does 6,000 of these a second, and each
 must cost it little beside the copy."""
+DEVICE_SLOT_BYTES = 1 << 20
+"""The same for GPU memory out of the page cache, in C: a thread's slots fit its core's second cache, so that
+neither the reads nor the GPU's wait for memory."""
+DEVICE_SLOTS = 2
+"""Slots a thread: it reads into one while the GPU fetches the others."""
 DIRECT_CHUNK_BYTES = 4 << 20
 """The same where reads go to the device: it wants few and large ones."""
 
@@ -48,6 +53,8 @@ class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = CHUNK_BYTES
     direct_chunk_bytes: int = DIRECT_CHUNK_BYTES
     device_chunk_bytes: int = DEVICE_CHUNK_BYTES
+    device_slot_bytes: int = DEVICE_SLOT_BYTES
+    device_slots: int = DEVICE_SLOTS
 
 
 def make_job(plan: Plan, config: Config, sources: tuple[TableSource, ...] | None, cpus: int) -> LoadJob:

@@ -46,7 +46,7 @@ class FileReader:
             except OSError as error:
                 if error.errno != errno.EINVAL:  # a file system without direct reads
                     self.close()
-                    raise self._failed(0, error) from error
+                    raise self.failed(0, error) from error
                 self.direct = False
 
     def read(self, start: int, nbytes: int, buffer: memoryview) -> memoryview:
@@ -63,16 +63,15 @@ class FileReader:
                     return buffer[head : head + nbytes]
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    raise self._failed(offset, error) from error
+                    raise self.failed(offset, error) from error
             os.close(self._direct_fd)
             self._direct_fd, self.direct = None, False
         try:
             whole = self._fill(self._fd, buffer[:nbytes], offset, nbytes)
         except OSError as error:
-            raise self._failed(offset, error) from error
+            raise self.failed(offset, error) from error
         if not whole:
-            size = os.fstat(self._fd).st_size
-            raise TruncatedFile(path=self.extent.path, size=size, expected=self.extent.offset + self.extent.nbytes)
+            raise self.truncated()
         return buffer[:nbytes]
 
     def _fill(self, fd: int, buffer: memoryview, offset: int, needed: int) -> bool:
@@ -84,6 +83,19 @@ class FileReader:
                 return False
             filled += count
         return True
+
+    @property
+    def fd(self) -> int:
+        """For reads through the page cache by others; `truncated` and `failed` are the errors to raise then."""
+        return self._fd
+
+    def truncated(self) -> TruncatedFile:
+        size = os.fstat(self._fd).st_size
+        return TruncatedFile(path=self.extent.path, size=size, expected=self.extent.offset + self.extent.nbytes)
+
+    def failed(self, offset: int, error: OSError) -> ReadFailed:
+        """`offset`: in the file."""
+        return ReadFailed(path=self.extent.path, offset=offset, problem=error.strerror or str(error))
 
     def drop(self, start: int, nbytes: int) -> None:
         """Takes the range out of the page cache, as far as nobody else uses it."""
@@ -100,13 +112,10 @@ class FileReader:
         try:
             fd = os.open(self.extent.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise self._failed(offset, error) from error
+            raise self.failed(offset, error) from error
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # twice the readahead
         return fd
-
-    def _failed(self, offset: int, error: OSError) -> ReadFailed:
-        return ReadFailed(path=self.extent.path, offset=offset, problem=error.strerror or str(error))
 
 
 def is_cached(extents: Sequence[Extent]) -> bool:

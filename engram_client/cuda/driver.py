@@ -12,6 +12,7 @@ costs about 0.5 GiB of every GPU.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -49,6 +50,17 @@ class HandleTypes(enum.Flag):
     NONE = 0
     POSIX_FD = enum.auto()
     FABRIC = enum.auto()
+
+
+class CopyCalls(NamedTuple):
+    """Two calls as C functions, for loops in C; both return the driver's code, 0 for success."""
+
+    copy: int
+    """Address of cuMemcpyHtoDAsync_v2: (CUdeviceptr target, const void *source, size_t nbytes, CUstream)."""
+    wait: int
+    """Address of cuStreamSynchronize: (CUstream)."""
+    failed: Callable[[str, int], CudaCallFailed]
+    """The error for a call, as this interface names it ("cuMemcpyHtoDAsync", "cuStreamSynchronize"), and its code."""
 
 
 class Driver(Protocol):
@@ -159,6 +171,10 @@ class Driver(Protocol):
 
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """From registered host memory; `source` may be reused after `stream_synchronize`."""
+        ...
+
+    def copy_calls(self) -> CopyCalls:
+        """`copy_to_device_async` and `stream_synchronize` for C; good as long as this driver is."""
         ...
 
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:

@@ -4,11 +4,12 @@ a driver; making a `RealDriver` needs both."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from engram_client.cuda.driver import HandleTypes, Location, Space, call_failed
+from engram_client.cuda.driver import CopyCalls, HandleTypes, Location, Space, call_failed
 from engram_client.errors import CudaCallFailed, CudaUnavailable, NoDriver
 
 
@@ -18,6 +19,10 @@ class _Combination(int):
     @property
     def value(self) -> int:
         return int(self)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class RealDriver:
@@ -59,10 +64,13 @@ class RealDriver:
         return results[0] if results else None
 
     def _check(self, name: str, code: Any) -> None:
-        if int(code) == 0:
-            return
-        _, text = self._cu.cuGetErrorString(code)
-        raise call_failed(name, code.name, text.decode() if text else "no description")
+        if int(code) != 0:
+            raise self._failed(name, code)
+
+    def _failed(self, name: str, code: Any) -> CudaCallFailed:
+        result = self._cu.CUresult(int(code))
+        _, text = self._cu.cuGetErrorString(result)
+        return call_failed(name, result.name, text.decode() if text else "no description")
 
     def version(self) -> int:
         return int(self._call("cuDriverGetVersion"))
@@ -244,6 +252,17 @@ class RealDriver:
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
 
+    def copy_calls(self) -> CopyCalls:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")  # the one that the bindings have loaded
+            copy, wait = (_address(call) for call in (library.cuMemcpyHtoDAsync_v2, library.cuStreamSynchronize))
+        except (OSError, AttributeError) as error:
+            raise CudaUnavailable(
+                problem=f"the driver's library has no calls to be found ({error})",
+                remedy="let the loader find libcuda.so.1",
+            ) from error
+        return CopyCalls(copy, wait, self._failed)
+
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoH", target, source, nbytes)
 
@@ -258,7 +277,7 @@ class RealDriver:
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, stream: int, parameters: int) -> None:
         (code,) = self._launch(kernel, grid[0], grid[1], 1, threads, 1, 1, 0, stream, parameters, 0)
         if code:
-            self._check("cuLaunchKernel", self._cu.CUresult(int(code)))
+            self._check("cuLaunchKernel", code)
 
     def memset_words_async(self, address: int, word: int, count: int, stream: int) -> None:
         self._call("cuMemsetD32Async", address, word, count, stream)

@@ -1,11 +1,15 @@
 """Loads into GPU memory, all GPUs at once, beside what their links copy from pinned memory in the same run.
 
-    python -m tests.bench.load_gpu [--gib 16] [--devices 0,1] [--folder /dev/shm] [--chunks 8] [--threads 0] [--dummy]
+    python -m tests.bench.load_gpu [--gib 16] [--devices 0,1] [--folder /dev/shm] [--threads 0]
+        [--slots 262144,1048576] [--per-thread 2,4]     out of the page cache, by the C loop
+        [--chunks 8]                                    what Python does: with --dummy or ENGRAM_PURE=1
 
 Two tables, `--gib` GiB in all, split over the GPUs. They are made as a checkpoint in `--folder` and read once, so that
 every load finds them in the page cache; `--dummy` makes the rows instead. A load is what the daemon does, by
-the loader's children: GB/s are of the phase "loading", which the other phases' seconds stand beside. `--chunks`,
-`--threads`: several, with commas, to compare. Then a check of all that lies in memory. Results as CSV.
+the loader's children: GB/s are of the phase "loading", which the other phases' seconds stand beside. `--slots`
+and `--chunks` (MiB), `--per-thread`, `--threads`: several, with commas, are compared first, by loads without digests,
+beside what their processes read where nothing is copied; then the best one is measured whole, with a check of all
+that lies in memory. Results as CSV.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -26,16 +31,24 @@ import torch
 from engram_client.cuda.access import cuda_driver
 from engram_client.layout import parse_model_geometry
 from engram_client.protocol import Placement
-from engram_server import checker, gpus
+from engram_server import checker, device_pump, gpus
 from engram_server.checkpoint import open_checkpoint
 from engram_server.config import Config, EngramConfig, LoadConfig
-from engram_server.load_job import LoadJob, LoadResult, make_job
+from engram_server.load_job import (
+    DEVICE_CHUNK_BYTES,
+    DEVICE_SLOT_BYTES,
+    DEVICE_SLOTS,
+    LoadJob,
+    LoadResult,
+    make_job,
+)
 from engram_server.loader import load
 from engram_server.machine import Machine
 from engram_server.make_checkpoint import make_checkpoint
 from engram_server.plan import Plan, make_plan
 from engram_server.segments import create_segments
 from tests.bench.gpu_support import ROWS_GIB, Results, commit_of
+from tests.bench.read_only import read_rate
 
 RUNS = 3
 COPIES, COPY_BYTES = 24, 256 << 20
@@ -108,6 +121,57 @@ def plan_of(options: argparse.Namespace, model: Path | None, vocab: int) -> tupl
     return plan, msgspec.structs.replace(job, drop_cache=False)
 
 
+def numbers(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
+
+
+def variants(options: argparse.Namespace, job: LoadJob) -> dict[str, LoadJob]:
+    """What is to be compared, by name."""
+    found = {}
+    if not pumped(job):
+        for chunk, threads in itertools.product(numbers(options.chunks), numbers(options.threads)):
+            one = msgspec.structs.replace(
+                job, device_chunk_bytes=int(chunk * (1 << 20)), threads=int(threads) or job.threads
+            )
+            kind = "page cache, by Python" if job.values else "dummy"
+            found[f"{kind}, {chunk:g} MiB, {one.threads} threads"] = one
+        return found
+    each = numbers(options.slots), numbers(options.per_thread), numbers(options.threads)
+    for slot, slots, threads in itertools.product(*each):
+        one = msgspec.structs.replace(
+            job, device_slot_bytes=int(slot), device_slots=int(slots), threads=int(threads) or job.threads
+        )
+        found[f"page cache, {slots:g} x {slot / 1024:g} KiB, {one.threads} threads"] = one
+    return found
+
+
+def pumped(job: LoadJob) -> bool:
+    return bool(job.values) and device_pump.NATIVE
+
+
+def compare(results: Results, plan: Plan, job: LoadJob, link: float, count: int, what: str) -> float:
+    """A line for a variant, and one for what its reads alone can do. Returns its rate on each GPU."""
+    quick = msgspec.structs.replace(job, verify="off", digests=False)
+    rates = []
+    for _ in range(RUNS):
+        segments = create_segments(plan, "bench")
+        try:
+            report = asyncio.run(load(quick, segments)).report
+        finally:
+            for segment in segments:
+                segment.discard()
+        rates.append(report.bytes_read / report.fill_seconds / count)
+    rate = statistics.median(rates)
+    spread = " ".join(f"{one / GB:.1f}" for one in rates)
+    results.add(f"{what}: each GPU", rate / GB, "GB/s", f"{rate / link:.2f} of the link; runs {spread}")
+    if pumped(job):
+        read = read_rate(job, count, RUNS)
+        results.add(
+            f"{what}: read only", read / GB, "GB/s", f"{read / link:.2f} of the link; {count} processes at once"
+        )
+    return rate
+
+
 def measure(results: Results, plan: Plan, job: LoadJob, link: float, count: int, what: str) -> None:
     found: list[tuple[float, LoadResult]] = []
     check_s = 0.0
@@ -148,7 +212,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=16)
     parser.add_argument("--devices", default=",".join(map(str, range(torch.cuda.device_count()))))
     parser.add_argument("--folder")
-    parser.add_argument("--chunks", default="8", help="MiB")
+    parser.add_argument("--chunks", default=f"{DEVICE_CHUNK_BYTES / (1 << 20):g}", help="MiB, of the loop in Python")
+    parser.add_argument("--slots", default=str(DEVICE_SLOT_BYTES), help="bytes, of the loop in C")
+    parser.add_argument("--per-thread", default=str(DEVICE_SLOTS), help="slots")
     parser.add_argument("--threads", default="0", help="of all GPUs; 0: as the daemon chooses")
     parser.add_argument("--verify", default="sample")
     parser.add_argument("--dummy", action="store_true")
@@ -164,15 +230,13 @@ def main() -> None:
         links = link_rates(options.ordinals)
         for ordinal, rate in zip(options.ordinals, links, strict=True):
             results.add(f"GPU {ordinal}: copies from pinned memory, all at once", rate / GB, "GB/s", "the link")
-        for chunk in map(float, options.chunks.split(",")):
-            for threads in map(int, options.threads.split(",")):
-                if model is not None:
-                    warm(model)
-                changed = msgspec.structs.replace(
-                    job, device_chunk_bytes=int(chunk * (1 << 20)), threads=threads or job.threads
-                )
-                what = f"{'dummy' if model is None else 'page cache'}, {chunk:g} MiB, {changed.threads} threads"
-                measure(results, plan, changed, statistics.mean(links), len(options.ordinals), what)
+        if model is not None:
+            warm(model)
+        link, count = statistics.mean(links), len(options.ordinals)
+        jobs = variants(options, job)
+        rates = {what: compare(results, plan, one, link, count, what) for what, one in jobs.items()}
+        best = max(rates, key=rates.__getitem__)
+        measure(results, plan, jobs[best], link, count, best)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@
 #   SPLIT_GIB=16 TOKENS=1,16,128,1024,8192                    of `two`
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
-#   LOAD_GIB=32 LOAD_ARGS= LOAD_LIMIT=240                     of `load`: both tables, over all GPUs
+#   LOAD_GIB=16 LOAD_ARGS= LOAD_LIMIT=240                     of `load`: both tables, over all GPUs
 #   PARTS=test,bench          what of it; load: loads into GPU memory; full: tables of full size
 set -u
 kind=${1:?one or two}
@@ -35,12 +35,12 @@ step() { # name, limit, command...
     [ "$code" -eq 0 ] || status=1
 }
 
-# Without the C helper everything works, slower.
-"$python" setup.py -q build_ext --inplace >"$out/build.log" 2>&1 || echo "no C helper: see $out/build.log"
+# Without the C helpers everything works, slower.
+"$python" setup.py -q build_ext --inplace >"$out/build.log" 2>&1 || echo "no C helpers: see $out/build.log"
 
 load_gpu() { # shellcheck disable=SC2086
     [[ $parts != *load* ]] || step bench_load "${LOAD_LIMIT:-240}" "$python" -m tests.bench.load_gpu \
-        --gib "${LOAD_GIB:-32}" ${LOAD_ARGS:-} --out "$out/load_gpu.csv" "${commit[@]}"
+        --gib "${LOAD_GIB:-16}" ${LOAD_ARGS:-} --out "$out/load_gpu.csv" "${commit[@]}"
 }
 
 commit=(${COMMIT:+--commit "$COMMIT"})

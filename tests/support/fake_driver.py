@@ -15,15 +15,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from engram_client.cuda.driver import Location
+from engram_client.cuda.driver import CopyCalls, Location
+from engram_client.errors import CudaCallFailed
 from tests.support.fake_machinery import driver_call, fail, is_mapped
 from tests.support.fake_vmm import PAGE, FakeVmm
+
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
+_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 
 
 class FakeDriver(FakeVmm):
     """The whole interface, and what a kernel may do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._errors: list[BaseException] = []
+        self._callbacks = _COPY(self._coded(self.copy_to_device_async)), _WAIT(self._coded(self.stream_synchronize))
 
     # Registered host memory
 
@@ -99,6 +109,30 @@ class FakeDriver(FakeVmm):
         # As late as a real one may come: a source that is freed or reused before then is found out.
         bad = self._counts[call] == self.settings.bad_copy
         self._copies.setdefault(stream, []).append((target, source, nbytes, bad))
+
+    def copy_calls(self) -> CopyCalls:
+        """C functions that take the interpreter lock by themselves, and whose codes count what has failed."""
+        copy, wait = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
+        return CopyCalls(copy, wait, self._error_of)
+
+    def _coded(self, method: Callable[..., None]) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            try:
+                method(*args)
+            except BaseException as error:  # ctypes would print it, and answer success
+                with self.lock:
+                    self._errors.append(error)
+                    return len(self._errors)
+            return 0
+
+        return call
+
+    def _error_of(self, call: str, code: int) -> CudaCallFailed:
+        error = self._errors[code - 1]
+        if not isinstance(error, CudaCallFailed):
+            raise error
+        assert error.call == call
+        return error
 
     @driver_call("cuCtxSynchronize", context=True)
     def synchronize(self) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ class Scene:
         plan = make_plan(settings, checkpoint.model, machine(), found)
         job = make_job(plan, settings, None if settings.load_format == "dummy" else checkpoint.sources, 4)
         self.segments = create_segments(plan, "scene")
-        return plan, msgspec.structs.replace(job, device_chunk_bytes=CHUNK, **changes)
+        changes = {"device_chunk_bytes": CHUNK, "device_slot_bytes": CHUNK} | changes
+        return plan, msgspec.structs.replace(job, **changes)
 
     def load(self, model: Path, fake: dict[str, Any] | None = None, **sections: Any) -> tuple[Plan, LoadResult]:
         plan, job = self.prepare(model, fake, **sections)
@@ -81,6 +83,11 @@ class Scene:
     def who_called(self, call: str) -> Counter[int]:
         events = (json.loads(line) for line in self.log.read_text().splitlines())
         return Counter(event["pid"] for event in events if event["call"] == call)
+
+    def copies(self) -> list[int]:
+        """Bytes of each copy to a GPU."""
+        events = (json.loads(line) for line in self.log.read_text().splitlines())
+        return [int(event["args"][2]) for event in events if event["call"] == "cuMemcpyHtoDAsync"]
 
     def stored(self, segment: Segment) -> np.ndarray:
         rows = segment.info.shard.rows
@@ -163,6 +170,22 @@ def test_two_tables_on_gpus_that_do_not_divide_their_columns_are_filled_by_a_chi
     assert len(scene.who_called("cuMemcpyHtoDAsync")) == 5
 
 
+SLOT = 12 << 12
+
+
+@pytest.mark.parametrize("pure", ["0", "1"])
+def test_a_file_out_of_the_page_cache_arrives_the_same_with_and_without_the_c_loop(
+    scene: Scene, small: Path, monkeypatch: pytest.MonkeyPatch, pure: str
+) -> None:
+    monkeypatch.setenv("ENGRAM_PURE", pure)
+    settings = {"load": {"direct_io": "off", "verify": "full", "threads": 4}}
+    plan, result = scene.load(small, job={"device_slot_bytes": SLOT, "device_slots": 3}, **settings)
+    check_content(scene, plan, result, {layer: checkpoint_rows(small, layer) for layer in (1, 14)})
+    assert not result.report.direct_io
+    in_c = pure == "0" and find_spec("engram_server._pump") is not None
+    assert max(scene.copies()) == (SLOT if in_c else CHUNK)
+
+
 def test_dummy_tables_are_the_generators_rows(scene: Scene, small: Path) -> None:
     plan, result = scene.load(small, load_format="dummy", seed=99, load={"verify": "full"})
     rows = {
@@ -220,9 +243,11 @@ def test_a_bit_that_flips_on_its_way_to_the_gpu_is_found_and_placed(
         "cuLaunchKernel:1",
     ],
 )
+@pytest.mark.parametrize("pure", ["0", "1"])
 def test_a_driver_call_that_fails_in_the_children_is_named_and_leaves_no_child(
-    scene: Scene, small: Path, call: str
+    scene: Scene, small: Path, monkeypatch: pytest.MonkeyPatch, call: str, pure: str
 ) -> None:
+    monkeypatch.setenv("ENGRAM_PURE", pure)
     _, job = scene.prepare(small)
     scene.fail(f"{call}:CUDA_ERROR_LAUNCH_FAILED")
     with pytest.raises(CudaCallFailed) as failed:

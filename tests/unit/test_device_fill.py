@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,10 +24,11 @@ from engram_client.errors import CudaCallFailed, ReadFailed, TruncatedFile
 from engram_client.identity import block_digest, table_root
 from engram_client.layout import BLOCK_ROWS, Shard, TableGeometry, digest_pieces
 from engram_client.protocol import Backing, LoadProgress, LoadReport, RowFormat, SegmentInfo
-from engram_server import device_fill
+from engram_server import device_fill, device_pump
 from engram_server.device_target import DeviceTarget, Span
 from engram_server.load_job import BlockDigest, LoadJob, PartResult, PieceDigest
 from engram_server.load_parts import PHASES, JointProgress, merge, partition
+from engram_server.reader import FileReader
 from engram_server.tensor_file import Extent
 from tests.support.fake_driver import FakeDriver
 
@@ -135,32 +138,79 @@ class Stage:
             scales=(Extent(str(path), 100 + rows * 256, rows * 8),),
             threads=threads,
             device_chunk_bytes=4096,
+            device_slot_bytes=4096,
+            device_slots=3,
         )
         self.info = info_of(0, rows, driver.device_uuid(0))
         from engram_server.segments.cuda_device import CudaDeviceSegment
 
-        segment = CudaDeviceSegment.create(self.info, driver, fabric=False)
-        self.target = DeviceTarget(self.info, segment.writable_fd, driver)
-        self.fd = segment.writable_fd
-        with driver.context(0):
-            self.staging = device_fill.Staging(driver, threads, device_fill.chunk_bytes(self.job))
+        self.segment = CudaDeviceSegment.create(self.info, driver, fabric=False)
+        self.target = DeviceTarget(self.info, self.segment.writable_fd, driver)
+        self.fd = self.segment.writable_fd
+        self.driver = driver
 
-    def fill(self, **options: Any) -> None:
+    def fill(self, road: str = "python", **options: Any) -> None:
+        if road == "c":
+            with self.driver.context(0):
+                staging = device_pump.make_staging(self.driver, self.job)
+            device_pump.fill(self.job, [self.target], staging)
+            return
+        with self.driver.context(0):
+            staging = device_fill.Staging(self.driver, self.job.threads, device_fill.chunk_bytes(self.job))
         direct = options.pop("direct", False)
-        device_fill.fill(
-            self.job, [self.target], self.staging, lambda: device_fill.FileFeed(self.job, direct, **options)
-        )
+        device_fill.fill(self.job, [self.target], staging, lambda: device_fill.FileFeed(self.job, direct, **options))
+
+    def close(self) -> None:
+        self.segment.discard()
 
     @property
     def stored(self) -> bytes:
         return os.pread(self.fd, len(self.raw), 0)
 
 
-@pytest.mark.parametrize(("threads", "direct"), [(1, False), (3, False), (3, True)])
-def test_what_is_in_the_file_is_in_the_segment(driver: FakeDriver, tmp_path: Path, threads: int, direct: bool) -> None:
+needs_c = pytest.mark.skipif(not device_pump.NATIVE, reason="the extension is not built")
+both_roads = pytest.mark.parametrize("road", ["python", pytest.param("c", marks=needs_c)])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@both_roads
+def test_what_is_in_the_file_is_in_the_segment(driver: FakeDriver, tmp_path: Path, threads: int, road: str) -> None:
     stage = Stage(driver, tmp_path, 777, threads)
-    stage.fill(direct=direct)
+    stage.fill(road)
     assert stage.stored == stage.raw
+
+
+def test_what_is_read_directly_is_in_the_segment(driver: FakeDriver, tmp_path: Path) -> None:
+    stage = Stage(driver, tmp_path, 777, 3)
+    stage.fill(direct=True)
+    assert stage.stored == stage.raw
+
+
+@needs_c
+@given(rows=st.integers(1, 9000), pages=st.integers(1, 5), slots=st.integers(1, 4), items=st.integers(1, 9))
+def test_the_loop_in_c_moves_every_byte_whatever_the_sizes(rows: int, pages: int, slots: int, items: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setenv("ENGRAM_FAKE_CUDA", json.dumps({"gpus": 1}))
+        patch.setattr(device_pump, "ITEM_BYTES", items * 5000)
+        stage = Stage(FakeDriver(), Path(folder), rows, 2)
+        stage.job = msgspec.structs.replace(stage.job, device_slot_bytes=pages * 4096, device_slots=slots)
+        stage.fill("c")
+        assert stage.stored == stage.raw
+        stage.close()
+
+
+@needs_c
+def test_what_the_loop_in_c_has_read_leaves_the_page_cache_where_the_job_says_so(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, dropped = Stage(driver, tmp_path, 777, 1), []
+    monkeypatch.setattr(FileReader, "drop", lambda reader, start, nbytes: dropped.append((start, nbytes)))
+    stage.fill("c")
+    assert sum(nbytes for _, nbytes in dropped) == len(stage.raw)
+    dropped.clear()
+    stage.job = msgspec.structs.replace(stage.job, drop_cache=False)
+    stage.fill("c")
+    assert dropped == []
 
 
 def test_short_reads_are_continued(driver: FakeDriver, tmp_path: Path) -> None:
@@ -198,20 +248,38 @@ def test_a_read_error_of_one_thread_ends_all_and_is_raised(driver: FakeDriver, t
     assert len(reads) < 3000 * 264 // 4096 // 2
 
 
-def test_a_file_that_ends_early_is_named(driver: FakeDriver, tmp_path: Path) -> None:
+@both_roads
+def test_a_file_that_ends_early_is_named(driver: FakeDriver, tmp_path: Path, road: str) -> None:
     stage = Stage(driver, tmp_path, 3000, 3)
     os.truncate(tmp_path / "rows", 500_000)
-    with pytest.raises(TruncatedFile):
-        stage.fill()
+    with pytest.raises(TruncatedFile) as failed:
+        stage.fill(road)
+    found = failed.value
+    assert (found.path, found.size) == (str(tmp_path / "rows"), 500_000)
+    assert found.expected in {100 + 3000 * 256, 100 + 3000 * 264}  # of the values or of the scales
+
+
+@needs_c
+def test_a_read_that_fails_in_c_is_named_with_its_place(
+    driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(driver, tmp_path, 3000, 2)
+    monkeypatch.setattr(FileReader, "fd", -1)
+    with pytest.raises(ReadFailed) as failed:
+        stage.fill("c")
+    found = failed.value
+    assert (found.path, found.problem) == (str(tmp_path / "rows"), os.strerror(errno.EBADF))
+    assert found.offset in {100, 100 + 3000 * 256}
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuStreamSynchronize"])
 @pytest.mark.parametrize("nth", [1, 7])
-def test_a_call_that_fails_ends_all_threads(driver: FakeDriver, tmp_path: Path, call: str, nth: int) -> None:
+@both_roads
+def test_a_call_that_fails_ends_all_threads(driver: FakeDriver, tmp_path: Path, call: str, nth: int, road: str) -> None:
     stage = Stage(driver, tmp_path, 3000, 3)
     driver._failures = [[call, str(nth), "CUDA_ERROR_LAUNCH_FAILED"]]
     with pytest.raises(CudaCallFailed) as failed:
-        stage.fill()
+        stage.fill(road)
     assert (failed.value.call, failed.value.name) == (call, "CUDA_ERROR_LAUNCH_FAILED")
 
 

@@ -25,6 +25,7 @@ LOADER_CHILD = frozenset(
         "device_digest",
         "device_fill",
         "device_load",
+        "device_pump",
         "fill",
         "reader",
         "verify",

@@ -1,0 +1,276 @@
+"""The C loop alone, on functions that record what a driver's would have done."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engram_server import device_pump
+
+if not device_pump.NATIVE:
+    pytest.skip("the extension is not built", allow_module_level=True)
+
+from engram_server._pump import pump
+
+COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
+WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+ROOT = Path(__file__).parents[2]
+SHIM = Path(__file__).parents[1] / "support" / "short_reads.c"
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+TARGET = 1 << 40
+STREAM = 1000
+
+
+class Gpu:
+    """Slots with a stream each, and a copy and a wait of whose calls one may fail. Copies are made when they are
+    waited for: a slot that is used too early would be found out."""
+
+    def __init__(self, slots: int, slot_bytes: int, fail: tuple[str, int, int] = ("", 0, 0)) -> None:
+        self.slot_bytes, self.fail = slot_bytes, fail
+        self.memories = [ctypes.create_string_buffer(slot_bytes) for _ in range(slots)]
+        self.addresses = tuple(ctypes.addressof(memory) for memory in self.memories)
+        self.streams = tuple(STREAM + index for index in range(slots))
+        self.calls: list[tuple[Any, ...]] = []
+        self.counts = {"copy": 0, "wait": 0}
+        self.pending: dict[int, tuple[int, int, int]] = {}
+        self.arrived: dict[int, bytes] = {}
+        self.on_copy = lambda: None
+        self._callbacks = COPY(self._copy), WAIT(self._wait)
+
+    def _failing(self, call: str) -> int:
+        self.counts[call] += 1
+        what, nth, code = self.fail
+        return code if (what, nth) == (call, self.counts[call]) else 0
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> int:
+        self.calls.append(("copy", target, source, nbytes, stream))
+        if code := self._failing("copy"):
+            return code
+        assert stream not in self.pending
+        self.pending[stream] = (target, source, nbytes)
+        self.on_copy()
+        return 0
+
+    def _wait(self, stream: int) -> int:
+        self.calls.append(("wait", stream))
+        if code := self._failing("wait"):
+            return code
+        if stream in self.pending:
+            target, source, nbytes = self.pending.pop(stream)
+            self.arrived[target] = ctypes.string_at(source, nbytes)
+        return 0
+
+    def pump(self, fd: int, offset: int, nbytes: int) -> tuple[str, int, int]:
+        copy, wait = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
+        return pump(fd, offset, nbytes, TARGET, self.addresses, self.slot_bytes, self.streams, copy, wait)
+
+    def content(self) -> bytes:
+        """What is at TARGET and following, once all copies have come to their end."""
+        for stream in list(self.pending):
+            self._wait(stream)
+        at, parts = TARGET, []
+        for target, part in sorted(self.arrived.items()):
+            assert target == at
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """A file in memory of 100,000 bytes."""
+    fd = os.memfd_create("pumped")
+    os.pwrite(fd, os.urandom(100_000), 0)
+    yield fd
+    os.close(fd)
+
+
+@given(
+    size=st.integers(1, 70_000),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    slots=st.integers(1, 5),
+    slot_bytes=st.sampled_from([1, 7, 1000, 4096, 65536]),
+)
+def test_every_byte_arrives_once_through_the_slots_in_turn(
+    size: int, cut: tuple[float, float], slots: int, slot_bytes: int
+) -> None:
+    size = min(size, 200 * slot_bytes)
+    start, stop = sorted(round(share * size) for share in cut)
+    raw = os.urandom(size)
+    fd = os.memfd_create("pumped")
+    try:
+        os.pwrite(fd, raw, 0)
+        gpu = Gpu(slots, slot_bytes)
+        assert gpu.pump(fd, start, stop - start) == ("done", stop, 0)
+    finally:
+        os.close(fd)
+    copies = [call for call in gpu.calls if call[0] == "copy"]
+    for index, (_, target, source, nbytes, stream) in enumerate(copies):
+        assert (source, stream) == (gpu.addresses[index % slots], gpu.streams[index % slots])
+        end = start + target - TARGET + nbytes
+        assert end % slot_bytes == 0 or end == stop
+        assert gpu.calls.index(("wait", stream)) < gpu.calls.index(copies[index])
+    assert gpu.counts["wait"] == len(copies)
+    assert gpu.content() == raw[start:stop]
+
+
+def test_without_a_copy_it_reads_alone(file: int) -> None:
+    memory = ctypes.create_string_buffer(4096)
+    outcome = pump(file, 4096, 8192, 0, (ctypes.addressof(memory),), 4096, (0,), 0, 0)
+    assert outcome == ("done", 12288, 0)
+    assert memory.raw == os.pread(file, 4096, 8192)
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_where_it_was_cut(file: int) -> None:
+    gpu = Gpu(2, 4096)
+    gpu.on_copy = lambda: os.ftruncate(file, 10_000) if gpu.counts["copy"] == 2 else None
+    assert gpu.pump(file, 100, 90_000) == ("end", 10_000, 0)
+    assert gpu.counts["copy"] == 2
+    assert gpu.content() == os.pread(file, 8192 - 100, 100)
+
+
+def test_a_file_that_ends_before_the_range_says_so_at_once(file: int) -> None:
+    assert Gpu(2, 4096).pump(file, 200_000, 1) == ("end", 200_000, 0)
+
+
+@pytest.mark.parametrize("kind", ["closed", "folder", "pipe"])
+def test_an_error_of_a_read_is_its_errno_and_its_place(tmp_path: Path, kind: str) -> None:
+    if kind == "pipe":
+        fd, writer = os.pipe()
+        os.close(writer)
+    else:
+        fd = os.open(tmp_path, os.O_RDONLY)
+    if kind == "closed":
+        os.close(fd)
+    gpu = Gpu(3, 4096)
+    code = {"closed": errno.EBADF, "folder": errno.EISDIR, "pipe": errno.ESPIPE}[kind]
+    assert gpu.pump(fd, 5000, 10_000) == ("read", 5000, code)
+    assert gpu.counts["copy"] == 0
+    if kind != "closed":
+        os.close(fd)
+
+
+@pytest.mark.parametrize("call", ["copy", "wait"])
+@pytest.mark.parametrize("nth", [1, 2, 9])
+def test_a_call_that_fails_is_the_last_and_its_code_comes_back(file: int, call: str, nth: int) -> None:
+    gpu = Gpu(2, 4096, fail=(call, nth, 719))
+    assert gpu.pump(file, 0, 90_000) == (call, (nth - 1) * 4096, 719)
+    assert gpu.calls[-1][0] == call
+    assert gpu.counts[call] == nth
+
+
+def test_other_threads_run_meanwhile(file: int) -> None:
+    """The wait is sem_wait itself, which never takes the interpreter lock: only another thread of Python ends it."""
+    library = ctypes.CDLL(None)
+    semaphore = ctypes.create_string_buffer(64)
+    assert library.sem_init(semaphore, 0, 0) == 0
+    callback, memory = COPY(lambda *_: 0), ctypes.create_string_buffer(65536)
+    copy, wait = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (callback, library.sem_wait))
+    slot, stream = (ctypes.addressof(memory),), (ctypes.addressof(semaphore),)
+    done: list[tuple[str, int, int]] = []
+    work = lambda: done.append(pump(file, 0, 100_000, TARGET, slot, 65536, stream, copy, wait))  # noqa: E731
+    thread = threading.Thread(target=work)
+    thread.start()
+    library.sem_post(semaphore)
+    library.sem_post(semaphore)
+    thread.join()
+    assert done == [("done", 100_000, 0)]
+
+
+def test_signals_change_nothing() -> None:
+    """/dev/zero cuts a read short for a signal, or refuses it before the first page."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    stop, me = threading.Event(), threading.main_thread().ident
+    assert me is not None
+
+    def disturb() -> None:
+        signal.pthread_kill(me, signal.SIGUSR1)
+        while not stop.is_set():
+            signal.pthread_kill(me, signal.SIGUSR1)
+
+    thread = threading.Thread(target=disturb)
+    fd = os.open("/dev/zero", os.O_RDONLY)
+    memory = ctypes.create_string_buffer(b"x" * (1 << 20), 1 << 20)
+    try:
+        thread.start()
+        assert pump(fd, 0, 64 << 20, 0, (ctypes.addressof(memory),), 1 << 20, (0,), 0, 0) == ("done", 64 << 20, 0)
+    finally:
+        stop.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+        os.close(fd)
+    assert heard
+    assert memory.raw == bytes(1 << 20)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+def test_reads_that_are_short_or_interrupted_are_continued_and_an_io_error_ends_it(tmp_path: Path) -> None:
+    shim, path = tmp_path / "shim.so", tmp_path / "file"
+    raw = os.urandom(300_000)
+    path.write_bytes(raw)
+    build = [str(COMPILER), "-shared", "-fPIC", "-Wall", "-Werror", str(SHIM), "-o", str(shim), "-ldl"]
+    subprocess.run(build, check=True)
+    code = """if True:
+        import ctypes, os, sys
+        from engram_server._pump import pump
+        memory = ctypes.create_string_buffer(1 << 20)
+        fd = os.open(sys.argv[1], os.O_RDONLY)
+        print(*pump(fd, 7, 299_993, 0, (ctypes.addressof(memory) + 7,), 1 << 20, (0,), 0, 0))
+        sys.stdout.flush()
+        sys.stdout.buffer.write(memory.raw[7:300_000])
+    """
+
+    def run(**environ: str) -> tuple[str, bytes]:
+        command = [sys.executable, "-c", code, str(path)]
+        environment = {**os.environ, "LD_PRELOAD": str(shim), "SHIM_PATH": str(path), **environ}
+        out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True).stdout
+        head, _, content = out.partition(b"\n")
+        return head.decode(), content
+
+    assert run(SHIM_MOST="1000", SHIM_EINTR="3") == ("done 300000 0", raw[7:])
+    outcome, content = run(SHIM_MOST="1000", SHIM_EINTR="3", SHIM_EIO="50000")
+    assert outcome == f"read 50007 {errno.EIO}"
+    assert content[:50_000] == raw[7:50_007]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"offset": -1},
+        {"nbytes": -1},
+        {"slot_bytes": 0},
+        {"slots": (), "streams": ()},
+        {"streams": (1, 2)},
+        {"slots": (1,) * 65, "streams": (1,) * 65},
+        {"copy": 1},
+        {"offset": 2**63 - 1},
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense_are_refused(file: int, changed: dict[str, Any]) -> None:
+    sensible = {"offset": 0, "nbytes": 1, "target": 0, "slots": (1,), "slot_bytes": 1, "streams": (1,)}
+    given_ = {**sensible, "copy": 0, "wait": 0, **changed}
+    with pytest.raises(ValueError, match="needed"):
+        pump(file, *given_.values())
+
+
+def test_the_c_loop_is_not_used_where_the_environment_forbids_it() -> None:
+    code = "from engram_server import device_pump; print(device_pump.NATIVE)"
+    for pure, expected in (("1", "False"), ("0", "True")):
+        environment = {**os.environ, "ENGRAM_PURE": pure}
+        out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True)
+        assert out.strip() == expected
