@@ -221,7 +221,8 @@ class Connect(Protocol):
         rank, world_size: this process's place in its tensor-parallel group; they select shards.
         device: "cpu", or "cuda:N", where lookups run on GPU N and tables of the host's memory are read in place.
         group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size.
-        timeout: seconds to wait for the socket and for the tables; 0 fails at once.
+        timeout: seconds to wait for the socket, for the successor of a daemon that drains, and for the tables; 0 fails
+            at once.
         layers: backbone layer ids to map; None = all.
         identity: tables demanded, by layer id: a TableIdentity, or the root's 32 hex digits.
         strict: invalid ids raise InvalidIds instead of giving zero rows.

@@ -22,10 +22,11 @@ from engram_client.errors import (
     ForkedClient,
     IdsShapeInvalid,
     RankInvalid,
+    ServerDraining,
     TransferCut,
     UnknownLayer,
 )
-from engram_client.handover import REPLY_LEAST_S, HandoverConnection
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_end
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
@@ -75,7 +76,6 @@ def connect(
 
         kernels = prepare(ordinal)
     started = time.monotonic()
-    deadline = started + timeout
     request = Attach(
         rank=rank,
         world_size=world_size,
@@ -88,10 +88,7 @@ def connect(
     )
     sockets = handover_path(endpoint, handover)
     with contextlib.ExitStack() as undo:
-        lease = undo.enter_context(HandoverConnection.open(sockets, timeout))
-        control = undo.enter_context(ControlConnection(endpoint, lease))
-        attached = _attach(control, lease, request, deadline, timeout, on_progress)
-        descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
+        lease, control, attached, descriptors = _obtain(undo, endpoint, sockets, request, timeout, on_progress)
         mappings = _map(attached.tables, descriptors, ordinal, os.path.dirname(sockets))
         for mapping in mappings.values():
             undo.callback(mapping.close)
@@ -147,6 +144,35 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")[:64]
 
 
+def _obtain(
+    undo: contextlib.ExitStack,
+    endpoint: str,
+    sockets: str,
+    request: Attach,
+    timeout: float,
+    on_progress: Callable[[Progress], None] | None,
+) -> tuple[HandoverConnection, ControlConnection, Attached, dict[str, int]]:
+    """What a daemon hands out; the connections belong to `undo`. One that drains is about to be replaced: while
+    there is time, its successor is waited for."""
+    deadline = time.monotonic() + timeout
+    left = timeout
+    while True:
+        with contextlib.ExitStack() as attempt:
+            lease = None
+            try:
+                lease = attempt.enter_context(HandoverConnection.open(sockets, left))
+                control = attempt.enter_context(ControlConnection(endpoint, lease))
+                attached = _attach(control, lease, request, deadline, timeout, on_progress)
+                descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
+                undo.enter_context(attempt.pop_all())
+                return lease, control, attached, descriptors
+            except ServerDraining:
+                wait_for_end(lease, deadline)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+
+
 def _attach(
     control: ControlConnection,
     lease: HandoverConnection,
@@ -159,7 +185,7 @@ def _attach(
     for reply in control.request(request, left, "waiting for the tables"):
         if isinstance(reply, Attached):
             if reply.epoch != lease.epoch:
-                raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
+                raise lease.last_error() or TransferCut(doing="attaching (the daemon was replaced meanwhile)")
             return reply
         if isinstance(reply, Progress) and on_progress is not None:
             on_progress(reply)

@@ -78,24 +78,31 @@ class Handover:
     def __repr__(self) -> str:
         return f"<Handover {self._path}: {len(self._connections)} connections>"
 
-    def close(self) -> None:
+    def close(self, farewell: EngramError | None = None) -> None:
+        """Ends all connections. Peers that hold no lease, those not accepted yet among them, are told `farewell`:
+        what they wait for will not come, and a bare end would look like a crash."""
         if self._listener.fileno() >= 0:
+            while farewell is not None and self._accept():
+                pass
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
         for connection in list(self._connections):
+            if farewell is not None and connection.lease is None:
+                connection.send(Failed.of(farewell))
             connection.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Whether somebody was there."""
         try:
             peer_socket, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            return False
         except OSError as error:  # mostly EMFILE
             # The listener stays readable, so the loop would spin: leave it alone for a moment.
             log.warning("cannot accept a client: %s; raise the daemon's limit of open files", error.strerror)
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
-            return
+            return False
         peer_socket.setblocking(False)
         raw = peer_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         peer = Peer(*_PEERCRED.unpack(raw))
@@ -107,8 +114,9 @@ class Handover:
             log.warning("refused a client: %s", error)
             connection.send(Failed.of(error))
             connection.close()
-            return
+            return True
         connection.greet(self._epoch)
+        return True
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:

@@ -361,6 +361,6 @@ class Service:
         if self._control is not None:
             await self._control.close()
         if self._handover is not None:
-            self._handover.close()
+            self._handover.close(self._load_failed() if self._failure else ServerDraining())
         self._holding.give_up()
         self._lock.release()
