@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engram_client.errors import LoaderDied
+from engram_server.worker import to_the_end
 
 _PACKAGES = Path(__file__).resolve().parent.parent
 
@@ -60,15 +61,7 @@ async def reap(child: asyncio.subprocess.Process) -> None:
     if child.returncode is None:
         with suppress(ProcessLookupError):
             child.kill()
-    waiting = asyncio.ensure_future(child.wait())
-    cancelled = False
-    while not waiting.done():
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
+    await to_the_end(child.wait())
 
 
 def _environment() -> dict[str, str]:

@@ -136,8 +136,8 @@ class Service:
             await self._fail(error)
             raise
         finally:
-            watchdog.cancel()
             await self._tear_down()
+            watchdog.cancel()  # last: freeing memory may take longer than the manager waits for a sign of life
 
     async def _show_life(self) -> None:
         """Tells the service manager, twice in each of its intervals, that this loop turns."""
@@ -362,5 +362,5 @@ class Service:
             await self._control.close()
         if self._handover is not None:
             self._handover.close(self._load_failed() if self._failure else ServerDraining())
-        self._holding.give_up()
+        await self._holding.give_up()
         self._lock.release()
