@@ -43,7 +43,8 @@ bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.client_gpu
 	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
 
-# The long forms of the kill, churn and fuzz tests: about an hour, and three GiB of memory.
+# The long forms of the kill and churn tests: 200 daemons and 200 ranks killed, 64 clients for five minutes beside a
+# daemon that restarts. About an hour, and three GiB of memory; ENGRAM_SEED=n for other moments.
 soak: .venv/installed
 	ENGRAM_SOAK=1 $(BIN)/python -m pytest tests/system/test_kill.py tests/system/test_cuts.py
 
