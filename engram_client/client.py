@@ -286,7 +286,9 @@ class MappedClient:
         local: LocalRows
         meter = self._reporter.meter(info.geometry.layer_id)
         if self._gpu is not None:
-            local, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+            gpu_rows, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+            gpu_rows.on_wait = meter.waited
+            local = gpu_rows
         else:
             (part,) = info.segments
             view = cast("CpuMapping", self._mappings[part.id]).view

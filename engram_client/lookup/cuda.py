@@ -66,6 +66,9 @@ class GpuRows:
         self._side = side
         self._starts = torch.tensor(geometry.column_starts, dtype=torch.int64, device=self.device)
         self._done = side.event()
+        self.on_wait: Callable[[bool], None] = lambda was_ready: None
+        """Hears, when a prefetch is waited for, whether it was over: not of those in a captured graph, whose waits
+        the GPU does by itself."""
         self._workspaces = Workspaces(self.device)
         self._buffer = PrefetchBuffer(self.device)
         self._known: dict[tuple[object, ...], FixedGather] = {}
@@ -200,11 +203,23 @@ class GpuRows:
         in_use: list[Tensor] = [flat]
 
         def finish() -> Found:
-            self._side.current_waits(self._done)
+            was_ready = self._was_ready()
+            if was_ready is not None:
+                self.on_wait(was_ready)
+            if not was_ready:
+                self._side.current_waits(self._done)
             in_use.clear()
             return Found(rows, _NOTHING)
 
         return finish
+
+    def _was_ready(self) -> bool | None:
+        """Whether the prefetch begun last is over; None in a capture. Then what is enqueued from now on finds its rows,
+        and the wait, which costs more than this question, can be left out."""
+        driver = self.kernels.driver
+        if driver.stream_captured(self._side.handle):
+            return None
+        return driver.event_done(self._done.cuda_event)
 
     # Launches
 

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 from collections.abc import Iterator
+from typing import ClassVar
 
 from engram_client.cuda.driver import Location
 from tests.support.fake_machinery import driver_call, fail, is_mapped
@@ -84,6 +85,21 @@ class FakeDriver(FakeVmm):
         if stream not in self._streams:
             raise fail("cuStreamSynchronize", "INVALID_HANDLE")
         self._finish_copies(stream)
+
+    captured: ClassVar[set[int]] = set()
+    """Streams from which a graph is being captured: a test's to set."""
+    late: ClassVar[set[int]] = set()
+    """Events whose work has not ended; -1 for all of them."""
+
+    @driver_call("cuStreamIsCapturing")
+    def stream_captured(self, stream: int) -> bool:
+        return stream in self.captured
+
+    @driver_call("cuEventQuery")
+    def event_done(self, event: int) -> bool | None:
+        if self.captured:
+            raise fail("cuEventQuery", "STREAM_CAPTURE_INVALIDATED", "the capture is lost")
+        return event not in self.late and -1 not in self.late
 
     @driver_call("cuMemcpyHtoDAsync", context=True)
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
