@@ -40,6 +40,7 @@ from engram_client.protocol import (
 )
 from engram_server.config import ControlConfig
 from engram_server.leases import Lease, Leases, Peer
+from engram_server.tally import CONNECT, UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ _MOST_GROUPS = 256
 
 
 class Handover:
-    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send."""
+    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send;
+    `on_refused` hears which request, by name, was answered with which error."""
 
     def __init__(
         self,
@@ -63,8 +65,10 @@ class Handover:
         epoch: str,
         leases: Leases,
         descriptor_of: Callable[[str], int],
+        on_refused: Callable[[str, EngramError], None] = lambda request, error: None,
     ) -> None:
         self._listener = listener
+        self.on_refused = on_refused
         self._path = listener.getsockname()
         self._uids = frozenset(control.uids)
         self._gids = frozenset(control.gids)
@@ -112,6 +116,7 @@ class Handover:
             self._admit(peer, peer_socket)
         except EngramError as error:
             log.warning("refused a client: %s", error)
+            self.on_refused(CONNECT, error)
             connection.send(Failed.of(error))
             connection.close()
             return True
@@ -212,19 +217,24 @@ class _Connection:
         if not frame:
             self.close()
             return
+        name = UNREADABLE
         try:
             if flags & socket.MSG_TRUNC or ancillary:
                 raise MalformedMessage(problem="the message is too long, or came with descriptors")
             request: HandoverRequest = decode(frame, HandoverRequest, limit=MAX_HANDOVER_BYTES)[1]
+            name = str(request.__struct_config__.tag)
             self._obey(request)
         except EngramError as error:
             log.warning("pid %d on the descriptor socket: %s", self._peer.pid, error)
-            self.send(Failed.of(error))
-            self.close()
+            self._refuse(name, error)
         except Exception as error:  # a bug of ours costs this peer its connection; the loop would only log it
             log.exception("the descriptor socket failed pid %d", self._peer.pid)
-            self.send(Failed.of(InternalError(doing="handing descriptors out", problem=repr(error)[:500])))
-            self.close()
+            self._refuse(name, InternalError(doing="handing descriptors out", problem=repr(error)[:500]))
+
+    def _refuse(self, request: str, error: EngramError) -> None:
+        self._owner.on_refused(request, error)
+        self.send(Failed.of(error))
+        self.close()
 
     @property
     def lease(self) -> Lease | None:

@@ -125,8 +125,10 @@ class Service:
                 self._epoch,
                 self._leases,
                 lambda name: self._holding.segments[name].readable_fd,
+                self._tally.count_refused,
             )
-            self._control = Control(self._lock.control_path, self._config.control, self._handle)
+            refused = self._tally.count_refused
+            self._control = Control(self._lock.control_path, self._config.control, self._handle, refused)
             self._http = self._listen_for_http()
             if await self._until_stopped(self._bring_up()):
                 await self._serve()
@@ -277,8 +279,7 @@ class Service:
                 self._holding.damaged,
             )
         except EngramError as error:
-            self._tally.refused[error.code] += 1
-            return Failed.of(error)
+            return self._refused(error)
 
     def _status(self) -> StatusReply:
         holding, plan, result = self._holding, self._holding.plan, self._holding.result
@@ -310,6 +311,11 @@ class Service:
         self._state = state.follow(self._state, reached)
         log.debug("state: %s", self._state)
 
+    def _refused(self, error: EngramError) -> Failed:
+        """The answer to an attach, where the control socket does not see the error itself."""
+        self._tally.count_refused("attach", error)
+        return Failed.of(error)
+
     # Telling those who wait
 
     def _take_waiting(self) -> list[tuple[Asker, Attach]]:
@@ -336,7 +342,7 @@ class Service:
         self._manager.stopping()
         log.info("draining: %s", self._leases)
         for asker, _ in self._take_waiting():
-            await self._reply(asker, Failed.of(ServerDraining()))
+            await self._reply(asker, self._refused(ServerDraining()))
         deadline = time.monotonic() + DRAIN_LIMIT_S
         while self._leases.open_tickets and time.monotonic() < deadline and not self._stop_now.is_set():
             with contextlib.suppress(TimeoutError):
@@ -348,7 +354,7 @@ class Service:
         )
         self._state = State.FAILED
         for asker, _ in self._take_waiting():
-            await self._reply(asker, Failed.of(self._load_failed()))
+            await self._reply(asker, self._refused(self._load_failed()))
 
     def _load_failed(self) -> LoadFailed:
         failure = self._failure
