@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-sglang soak fuzz clean
+.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-full bench-sglang soak fuzz clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -41,7 +41,12 @@ test-gpu: .venv/installed
 bench-gpu: .venv/installed
 	$(BIN)/python -m tests.bench.gather_gpu
 	$(BIN)/python -m tests.bench.client_gpu
+	$(BIN)/python -m tests.bench.load_gpu
 	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
+
+# Tables of full size, whole in host memory and split over two GPUs: 200 GiB of each.
+bench-full: .venv/installed
+	$(BIN)/python -m tests.bench.full_size
 
 # The long forms of the kill and churn tests: 200 daemons and 200 ranks killed, 64 clients for five minutes beside a
 # daemon that restarts. About an hour, and three GiB of memory; ENGRAM_SEED=n for other moments.
@@ -55,7 +60,8 @@ fuzz: .venv/installed
 	$(BIN)/python -m tests.fuzz.guided -runs=1000000
 
 # The real SGLang beside ours, in an environment of its own: the wheel, and the few packages that its Engram layer
-# imports. Needs the Python versions that SGLang has wheels for.
+# imports. Needs the Python versions that SGLang has wheels for. Where there are GPUs, SGLang's kernels on them too;
+# tests/sglang/run_gpu.sh does that where nothing can be downloaded.
 .venv-sglang/installed: tests/sglang/requirements.txt pyproject.toml setup.py engram_client/_native.c
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv-sglang

@@ -262,6 +262,51 @@ VECTORISED static void gather_rows(const Stored *stored, const Ids *ids, char *o
     }
 }
 
+/* Rows of a made table; engram_server/generate.py has the formula. */
+
+#define GAMMA 0x9E3779B97F4A7C15u
+#define EVERY_BYTE 0x0101010101010101u
+enum { WORDS = ROW / 8 };
+
+INLINE uint64_t mix(uint64_t z)
+{
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+INLINE uint64_t little_endian(uint64_t word)
+{
+#if PY_LITTLE_ENDIAN
+    return word;
+#else
+    return __builtin_bswap64(word);
+#endif
+}
+
+VECTORISED static void make_rows(uint64_t key, uint64_t first, int every_code, uint8_t *values, uint8_t *scales,
+                                 Py_ssize_t rows)
+{
+    for (Py_ssize_t index = 0; index < rows; index++, values += VALUES, scales += SCALES) {
+        uint64_t row = first + (uint64_t)index, words[WORDS];
+        for (int w = 0; w < WORDS; w++)
+            words[w] = mix(key + (WORDS * row + (uint64_t)w + 1) * GAMMA);
+        if (!every_code)
+            /* Adding one to seven set bits sets the eighth just then, and never carries into the next byte. */
+            for (int w = 0; w < WORDS - 1; w++)
+                words[w] ^= ((words[w] & 0x7F * EVERY_BYTE) + EVERY_BYTE) >> 7 & EVERY_BYTE;
+        for (int w = 0; w < WORDS; w++)
+            words[w] = little_endian(words[w]);
+        memcpy(values, words, VALUES);
+        memcpy(scales, words + WORDS - 1, SCALES);
+        if (every_code)
+            values[0] = scales[0] = (uint8_t)row;
+        else
+            for (int k = 0; k < SCALES; k++)
+                scales[k] = (uint8_t)(118 + (13 * scales[k] >> 8));
+    }
+}
+
 /* Python's side: buffers are taken, measured, worked on without the GIL, and given back. */
 
 #define MAX_BUFFERS 4
@@ -482,6 +527,28 @@ static PyObject *py_gather(PyObject *self, PyObject *args)
     return give_back(&buffers, offence_result(&offence));
 }
 
+static PyObject *py_make(PyObject *self, PyObject *args)
+{
+    PyObject *values_object, *scales_object;
+    unsigned long long key, row_start;
+    int every_code;
+    Buffers buffers = {.count = 0};
+    Py_buffer *values, *scales;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKpOO:make", &key, &row_start, &every_code, &values_object, &scales_object))
+        return NULL;
+    if (!(values = take(&buffers, values_object, PyBUF_WRITABLE)) ||
+        !(scales = take(&buffers, scales_object, PyBUF_WRITABLE)) || !demand_multiple(values, VALUES, "values"))
+        return give_back(&buffers, NULL);
+    Py_ssize_t rows = values->len / VALUES;
+    if (!demand(scales, rows * SCALES, "scales"))
+        return give_back(&buffers, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    make_rows(key, row_start, every_code, values->buf, scales->buf, rows);
+    Py_END_ALLOW_THREADS
+    return give_back(&buffers, none());
+}
+
 static PyMethodDef methods[] = {
     {"pack", py_pack, METH_VARARGS, "pack(values, scales, packed): see engram_client.rows"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(packed, values, scales): see engram_client.rows"},
@@ -491,6 +558,7 @@ static PyMethodDef methods[] = {
     {"gather", py_gather, METH_VARARGS,
      "gather(segment, packed, row_start, row_stop, table_rows, column_starts, ids, out, raw): see "
      "engram_client.rows"},
+    {"make", py_make, METH_VARARGS, "make(key, row_start, every_code, values, scales): see engram_client.rows"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -761,7 +761,7 @@ class CudaCallFailed(CudaError):
 
 
 class KernelCompileFailed(CudaError):
-    template = "NVRTC {nvrtc} cannot compile the lookup kernels for {arch}: {log}; {remedy}"
+    template = "NVRTC {nvrtc} cannot compile the kernels for {arch}: {log}; {remedy}"
     nvrtc: str
     arch: str
     log: str

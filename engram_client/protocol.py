@@ -152,7 +152,7 @@ class ResolvedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 class LoadProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     phase: str
-    """starting, allocating, loading, verifying or sealing"""
+    """starting, allocating, loading, digesting (GPU memory), verifying or sealing"""
     done_bytes: int
     total_bytes: int
     elapsed_s: float

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from engram_client.errors import DigestMismatch, EngramError, InternalError
-from engram_client.protocol import Backing, CheckState, CheckStatus, LoadProgress
+from engram_client.protocol import CheckState, CheckStatus, LoadProgress
 from engram_server import checker
 from engram_server.holding import Holding
 
@@ -35,28 +35,22 @@ class BackgroundCheck:
     def __repr__(self) -> str:
         return f"<BackgroundCheck {self.status.state if self.status else 'never ran'}>"
 
-    def start(self, *, full: bool = True) -> None:
-        """Begins a check, unless one runs. Not `full`: GPU memory is only looked at here and there, because a
-        check of it needs a context, and the bus that the ranks use."""
+    def start(self) -> None:
+        """Begins a check, unless one runs."""
         if self._task is not None and not self._task.done():
             return
         self._started = time.monotonic()
         self._tell(CheckState.RUNNING, 0, 0)
-        self._task = asyncio.create_task(self._run(full), name="check")
+        self._task = asyncio.create_task(self._run(), name="check")
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, full: bool) -> None:
+    async def _run(self) -> None:
         holding = self._holding
-        pieces = dict(holding.result.pieces) if holding.result else {}
-        if not full:
-            few = checker.a_few(pieces)
-            for name, segment in holding.segments.items():
-                if segment.info.backing is Backing.CUDA_DEVICE:
-                    pieces[name] = few.get(name, ())
+        pieces = holding.result.pieces if holding.result else {}
 
         def report(progress: LoadProgress) -> None:
             self._tell(CheckState.RUNNING, progress.done_bytes, progress.total_bytes)

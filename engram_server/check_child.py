@@ -1,4 +1,5 @@
 """The checking child: maps segments read-only, digests pieces of them again, reports what differs, and exits.
+GPU memory is digested where it is.
 
 Started by exec as `python -m engram_server.check_child FD`, as the loader child is. A segment that somebody
 truncated kills this process (SIGBUS), not the daemon.
@@ -14,11 +15,14 @@ import time
 import traceback
 from collections.abc import Callable
 
+from engram_client.cuda.access import cuda_driver
 from engram_client.errors import EngramError, InternalError
 from engram_client.layout import ROW_BYTES
-from engram_client.protocol import Failed, LoadProgress
+from engram_client.protocol import Backing, Failed, LoadProgress
+from engram_server.device_target import DeviceTarget
+from engram_server.fill import CpuTarget
 from engram_server.load_child import be_killed_first, die_with_parent, open_target
-from engram_server.load_job import Checked, CheckOrder, ProgressUpdate, frame, receive_message
+from engram_server.load_job import Checked, CheckOrder, PieceDigest, ProgressUpdate, frame, receive_message
 from engram_server.verify import damage
 
 _PROGRESS_EVERY_S = 0.2
@@ -29,11 +33,18 @@ def check(order: CheckOrder, on_progress: Callable[[int, int], None]) -> Checked
     """Raises MapFailed or a CudaError."""
     started = time.monotonic()
     # Never unmapped: the mappings end with this process.
-    mapped = {
-        info.id: open_target(info, fd, writable=False) for info, fd in zip(order.segments, order.fds, strict=True)
-    }
-    work = [(mapped[name], piece) for name, pieces in order.pieces.items() for piece in pieces]
-    total = sum((piece.row_stop - piece.row_start) * ROW_BYTES for _, piece in work)
+    on_host: list[tuple[CpuTarget, PieceDigest]] = []
+    on_gpu: list[tuple[DeviceTarget, PieceDigest]] = []
+    for info, fd in zip(order.segments, order.fds, strict=True):
+        pieces = order.pieces.get(info.id, ())
+        if info.backing is Backing.CUDA_DEVICE:
+            if pieces:  # a context costs time, and memory of the GPU
+                device = DeviceTarget(info, fd, cuda_driver(), writable=False)
+                on_gpu += [(device, piece) for piece in pieces]
+        else:
+            host = open_target(info, fd, writable=False)
+            on_host += [(host, piece) for piece in pieces]
+    total = sum((piece.row_stop - piece.row_start) * ROW_BYTES for _, piece in (*on_host, *on_gpu))
     done, due, lock = 0, started + _PROGRESS_EVERY_S, threading.Lock()
 
     def on_done(nbytes: int) -> None:
@@ -44,7 +55,11 @@ def check(order: CheckOrder, on_progress: Callable[[int, int], None]) -> Checked
                 due = time.monotonic() + _PROGRESS_EVERY_S
                 on_progress(done, total)
 
-    found = damage(work, order.threads, on_done)
+    found = damage(on_host, order.threads, on_done)
+    if on_gpu:
+        from engram_server import device_digest  # CUDA's kernels, which host memory does without
+
+        found += device_digest.damage(on_gpu, order.gentle, on_done)
     return Checked(
         nbytes=total, seconds=time.monotonic() - started, damage=tuple(Failed.of(mismatch) for mismatch in found)
     )

@@ -88,11 +88,12 @@ class LoadConfig(_Section, frozen=True):
     """How the checkpoint is read."""
 
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """Reader threads; 0 = one a core, at most 16."""
+    """Reader threads, shared out among the GPUs that are filled; 0 = one a core, at most 16, or 16 a GPU."""
     direct_io: Literal["auto", "on", "off"] = "auto"
     """`auto`: direct unless the file is in the page cache already or its file system refuses."""
     verify: Literal["off", "sample", "full"] = "sample"
-    """How much of the memory is digested again after the load."""
+    """How much is read again after the load to be compared: of host memory, and for GPU memory, which the GPU has
+    digested whole, of the source."""
 
 
 class MetricsConfig(_Section, frozen=True):

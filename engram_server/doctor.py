@@ -247,7 +247,7 @@ def _rate_findings(forecast: Forecast) -> Iterator[Finding]:
     how = "direct reads" if forecast.direct_io else "reads through the page cache"
     if forecast.read_bytes_per_second is not None:
         one = f"one thread reads {forecast.read_bytes_per_second / 1e9:.2f} GB/s ({how})"
-        seen = f"{one}; {forecast.threads} threads read, digest and store {rate / 1e9:.2f} GB/s"
+        seen = f"{one}; {forecast.threads} threads load {rate / 1e9:.2f} GB/s"
         level = Level.WARN if rate < SLOW_BYTES_PER_S else Level.OK
         remedy = "copy the two table files to a local disk, or raise load.threads" if level is Level.WARN else ""
         yield Finding(id="read_rate", level=level, seen=seen, remedy=remedy)

@@ -14,12 +14,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, Protocol
 
 from engram_client import rows
 from engram_client.errors import AllocationFailed
-from engram_client.identity import new_digest, table_root
+from engram_client.identity import new_digest
 from engram_client.layout import (
     BLOCK_ROWS,
     ROW_BYTES,
@@ -32,10 +31,12 @@ from engram_client.layout import (
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.mapping.vmm import VmmMapping
 from engram_client.protocol import SegmentInfo
-from engram_server.load_job import LoadJob, PieceDigest
+from engram_server.generate import make_into
+from engram_server.load_job import BlockDigest, LoadJob, PieceDigest
 from engram_server.reader import FileReader, Preadv, aligned_buffer
 
-_DUMMY_ROWS = 1 << 12
+_DUMMY_ROWS = 1 << 13
+"""Rows made at a time: 2 MiB of values, as a load from files reads them."""
 
 
 class Target(Protocol):
@@ -149,15 +150,6 @@ def make_items(tables: Sequence[TableGeometry], targets: Sequence[Target]) -> li
     return items
 
 
-def by_turns(items: Sequence[Item]) -> list[Item]:
-    """The items such that the GPUs they go to take turns: each has a link of its own, and all are to be busy.
-    Host memory is filled in the order of the files."""
-    queues: dict[str | None, list[Item]] = defaultdict(list)
-    for item in items:
-        queues[item.pieces[0].target.info.device].append(item)
-    return [item for turn in zip_longest(*queues.values()) for item in turn if item is not None]
-
-
 class Source(Protocol):
     """Where one thread's rows come from."""
 
@@ -214,23 +206,32 @@ class DummySource:
 
     def __init__(self, job: LoadJob) -> None:
         self._job = job
+        self._buffer = aligned_buffer(_DUMMY_ROWS * ROW_VALUES)
 
     def chunks(self, table: int, start: int, stop: int, scales: memoryview) -> Iterator[tuple[int, Any]]:
-        from engram_server import generate  # numpy, which a load from files does without
-
-        layer = self._job.tables[table].layer_id
+        job, layer = self._job, self._job.tables[table].layer_id
         for row in range(start, stop, _DUMMY_ROWS):
             count = min(_DUMMY_ROWS, stop - row)
-            made, made_scales = generate.rows(layer, self._job.seed, row, count, self._job.every_code)
-            at = (row - start) * ROW_SCALES
-            scales[at : at + count * ROW_SCALES] = made_scales.data.cast("B")
-            yield row, made.data.cast("B")
+            values, at = self._buffer[: count * ROW_VALUES], (row - start) * ROW_SCALES
+            make_into(layer, job.seed, row, job.every_code, values, scales[at : at + count * ROW_SCALES])
+            yield row, values
 
     def done(self, table: int, start: int, stop: int) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+def digest_source(source: Source, table: int, start: int, stop: int, scales: memoryview) -> bytes:
+    """Digest of rows `[start, stop)`, one or more and at most a block, as they are at their source. `scales`: room
+    for their scales, a page's start as `aligned_buffer` gives it."""
+    running = new_digest()
+    for _, values in source.chunks(table, start, stop, scales):
+        running.update(values)
+    source.done(table, start, stop)
+    running.update(scales[: (stop - start) * ROW_SCALES])
+    return bytes(running.digest())
 
 
 @dataclass
@@ -242,17 +243,12 @@ class Digests:
     pieces: dict[tuple[str, int], PieceDigest] = field(default_factory=dict)
     """By (segment id, first row)."""
 
-    def roots(self, tables: Sequence[TableGeometry]) -> dict[int, str | None]:
-        """By layer; None where not every block was read."""
-        return {
-            table.layer_id: table_root(table, blocks) if (blocks := self.blocks_of(index, table)) else None
-            for index, table in enumerate(tables)
-        }
-
-    def blocks_of(self, index: int, table: TableGeometry) -> tuple[bytes, ...]:
-        """All block digests of a table in order, or none."""
-        keys = [(index, block) for block in range(-(-table.rows // BLOCK_ROWS))]
-        return tuple(self.blocks[key] for key in keys) if all(key in self.blocks for key in keys) else ()
+    def block_digests(self, tables: Sequence[TableGeometry]) -> tuple[BlockDigest, ...]:
+        """Of the blocks read whole, in order."""
+        return tuple(
+            BlockDigest(tables[table].layer_id, block, self.blocks[table, block])
+            for table, block in sorted(self.blocks)
+        )
 
     def pieces_of(self, segment: str) -> tuple[PieceDigest, ...]:
         return tuple(self.pieces[key] for key in sorted(self.pieces) if key[0] == segment)
@@ -279,7 +275,7 @@ def fill(
         finally:
             source.close()
 
-    run_threads(work, by_turns(make_items(job.tables, targets)), job.threads)
+    run_threads(work, make_items(job.tables, targets), job.threads)
     return digests
 
 

@@ -1,7 +1,8 @@
 """How long will a load take? Measured on a small part of it, with the loader's own code.
 
 Scratch memory takes the place of the segments: it is given its pages like them, and rows from all over the
-tables are read, digested and packed into it. About a second, and nothing stays behind, in the page cache
+tables are read, digested and packed into it. For GPU memory, which the GPU digests, they are read and stored only,
+and read and digested again. About a second, and nothing stays behind, in the page cache
 neither. Uses what the loader child uses, so the daemon never imports this.
 """
 
@@ -20,7 +21,7 @@ from engram_client.layout import BLOCK_ROWS, ROW_BYTES, Shard
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import Backing, SegmentInfo
 from engram_server import child
-from engram_server.fill import DummySource, FileSource, HostTarget, Source, fill
+from engram_server.fill import Digests, DummySource, FileSource, HostTarget, fill
 from engram_server.load_job import LoadJob
 from engram_server.plan import THP_BYTES, HugePages, Plan
 from engram_server.reader import FileReader, aligned_buffer, is_cached
@@ -52,7 +53,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     direct_io: bool
     threads: int
     fill_bytes_per_second: float
-    """Rows read, digested and stored by all threads."""
+    """Rows read, digested (for host memory) and stored by all threads."""
     populate_bytes_per_second: float | None
     """None: GPU memory, which takes no time worth naming."""
     start_seconds: float
@@ -153,11 +154,15 @@ def _populate_rate(job: LoadJob, plan: Plan, most: int) -> float:
 
 
 def _fill_rates(job: LoadJob, plan: Plan, direct: bool) -> tuple[float, float]:
-    """Rates of reading, digesting and storing rows, and of verifying them in memory."""
+    """Rates of reading, digesting and storing rows, and of verifying them: in memory, or for a GPU at the source."""
 
-    def make_source() -> Source:
-        return FileSource(job, direct) if job.values else DummySource(job)
+    def filled(how: LoadJob) -> tuple[list[HostTarget], Digests, int]:
+        targets = _anywhere(job, parts)
+        digests = fill(how, targets, lambda: FileSource(job, direct) if job.values else DummySource(job))
+        return targets, digests, sum(target.info.shard.rows * ROW_BYTES for target in targets)
 
+    on_gpu = plan.backing is Backing.CUDA_DEVICE
+    filling_job = msgspec.structs.replace(job, digests=job.digests and not on_gpu)
     done = 0
     with ExitStack() as stack:
         parts = [stack.enter_context(_scratch(PART_BYTES, plan)) for _ in range(job.threads * PARTS_A_THREAD)]
@@ -165,13 +170,14 @@ def _fill_rates(job: LoadJob, plan: Plan, direct: bool) -> tuple[float, float]:
             populate(part.mapping, part.fd, _pages(plan), 1)
         started = time.monotonic()
         while not done or time.monotonic() - started < READ_S:
-            targets = _anywhere(job, parts)
-            digests = fill(job, targets, make_source)
-            stored = sum(target.info.shard.rows * ROW_BYTES for target in targets)
+            targets, digests, stored = filled(filling_job)
             done += stored
         filling = done / _since(started)
         started = time.monotonic()
-        verify([(target, piece) for target in targets for piece in digests.pieces_of(target.info.id)], job.threads)
+        if on_gpu:
+            stored = filled(job)[2]
+        else:
+            verify([(target, piece) for target in targets for piece in digests.pieces_of(target.info.id)], job.threads)
         return filling, stored / _since(started)
 
 

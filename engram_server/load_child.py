@@ -9,16 +9,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 from engram_client.cuda.access import cuda_driver
 from engram_client.errors import (
@@ -32,88 +28,28 @@ from engram_client.errors import (
 from engram_client.layout import ROW_BYTES
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.mapping.vmm import VmmMapping
-from engram_client.protocol import Backing, Failed, LoadProgress, LoadReport, SegmentInfo
-from engram_server.device_target import DeviceTarget
-from engram_server.fill import CpuTarget, Digests, DummySource, FileSource, HostTarget, Source, Target, fill
-from engram_server.load_job import LoadJob, LoadResult, Order, ProgressUpdate, frame, receive_message
+from engram_client.protocol import Backing, Failed, SegmentInfo
+from engram_server.fill import CpuTarget, DummySource, FileSource, HostTarget, Source, fill
+from engram_server.load_job import LoadJob, Order, PartResult, receive_message
 from engram_server.machine import is_hugetlb
 from engram_server.plan import HugePages
 from engram_server.reader import is_cached
+from engram_server.reporter import Reporter
 from engram_server.segments.pages import bind, coverage_remark, huge_bytes, populate
 from engram_server.verify import sample, verify
 
 PAGEABLE = (Backing.MEMFD, Backing.POSIX_SHM, Backing.FILE)
 """Memory that gets its pages here, when it is first touched."""
 _PR_SET_PDEATHSIG = 1
-_PROGRESS_EVERY_S = 0.2
 _ORPHANED = 3
 
 
-class Reporter:
-    """Tells the parent how far the load is, five times a second, and keeps the peak of resident memory."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._started = time.monotonic()
-        self._phase, self._done, self._total = "starting", 0, 0
-        self.peak_rss = 0
-        self.seconds: dict[str, float] = {}
-        self._thread = threading.Thread(target=self._tick, daemon=True, name="progress")
-
-    @contextmanager
-    def phase(self, name: str, total: int) -> Iterator[None]:
-        with self._lock:
-            self._phase, self._done, self._total = name, 0, total
-        self._report()
-        started = time.monotonic()
-        yield
-        self.seconds[name] = time.monotonic() - started
-
-    def add(self, nbytes: int) -> None:
-        """Bytes done in this phase; from any thread."""
-        with self._lock:
-            self._done += nbytes
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
-
-    def __enter__(self) -> Reporter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _tick(self) -> None:
-        while not self._stop.wait(_PROGRESS_EVERY_S):
-            self._report()
-
-    def _report(self) -> None:
-        self.peak_rss = max(self.peak_rss, _resident_bytes())
-        with self._lock:
-            progress = LoadProgress(
-                phase=self._phase, done_bytes=self._done, total_bytes=self._total, elapsed_s=self.elapsed_s
-            )
-        self.send(ProgressUpdate(progress=progress))
-
-    def send(self, message: Any) -> None:
-        data = frame(message)
-        with self._lock:
-            self._connection.sendall(data)
-
-
-def _resident_bytes() -> int:
-    """Resident memory without shared memory, which is the segments'."""
-    with open("/proc/self/status") as file:
-        return sum(int(kib) * 1024 for kib in re.findall(r"Rss(?:Anon|File):\s+(\d+) kB", file.read()))
-
-
-def load(order: Order, reporter: Reporter) -> LoadResult:
+def load(order: Order, reporter: Reporter) -> PartResult:
     """The whole load. Raises one of the project's errors."""
+    if all(info.backing is Backing.CUDA_DEVICE for info in order.segments):
+        from engram_server.device_load import load_devices  # CUDA's kernels, which host memory does without
+
+        return load_devices(order, reporter)
     job = order.job
     # Never unmapped: the mappings end with this process, and it ends with the load.
     targets = [open_target(info, fd) for info, fd in zip(order.segments, order.fds, strict=True)]
@@ -141,54 +77,25 @@ def load(order: Order, reporter: Reporter) -> LoadResult:
     work = [(target, piece) for target in targets for piece in sample(digests.pieces_of(target.info.id), job.verify)]
     with reporter.phase("verifying", sum((p.row_stop - p.row_start) * ROW_BYTES for _, p in work)):
         verify(work, job.threads, reporter.add)
-    used_direct = direct and all(source.direct for source in sources)
-    return _result(job, targets, digests, coverage, remarks, reporter, stored, used_direct)
-
-
-def open_target(info: SegmentInfo, fd: int, writable: bool = True) -> Target:
-    """The segment mapped, for writing or only for Target.read. Raises MapFailed or a CudaError."""
-    if info.backing in PAGEABLE:
-        return HostTarget(info, HostMapping(fd, info.nbytes, writable, info.page_bytes, info.id), fd)
-    if info.backing is Backing.CUDA_HOST:
-        # For the CPU alone, so that no context is made: neither fill nor check touches a GPU.
-        return CpuTarget(
-            info,
-            VmmMapping(
-                fd, info.nbytes, cuda_driver(), None, host_access=True, writable=writable, page_bytes=info.page_bytes
-            ),
-        )
-    return DeviceTarget(info, fd, cuda_driver(), writable)
-
-
-def _result(
-    job: LoadJob,
-    targets: list[Target],
-    digests: Digests,
-    coverage: dict[str, int],
-    remarks: list[str],
-    reporter: Reporter,
-    stored: int,
-    direct: bool,
-) -> LoadResult:
-    report = LoadReport(
-        source=job.source,
-        bytes_read=stored,
-        seconds=reporter.elapsed_s,
-        allocate_seconds=reporter.seconds["allocating"],
-        fill_seconds=reporter.seconds["loading"],
-        verify_seconds=reporter.seconds["verifying"],
-        direct_io=direct,
-        threads=job.threads,
-        peak_rss_bytes=max(reporter.peak_rss, _resident_bytes()),
-    )
-    return LoadResult(
-        report=report,
-        roots=digests.roots(job.tables),
-        block_digests={table.layer_id: digests.blocks_of(index, table) for index, table in enumerate(job.tables)},
+    return PartResult(
+        report=reporter.report(job, stored, direct and all(source.direct for source in sources)),
+        phase_seconds=reporter.seconds,
+        blocks=digests.block_digests(job.tables),
         pieces={target.info.id: digests.pieces_of(target.info.id) for target in targets},
         huge_bytes=coverage,
         remarks=tuple(remarks),
     )
+
+
+def open_target(info: SegmentInfo, fd: int, writable: bool = True) -> CpuTarget:
+    """The segment, in host memory, mapped for writing or only for Target.read. Raises MapFailed or a CudaError."""
+    if info.backing in PAGEABLE:
+        return HostTarget(info, HostMapping(fd, info.nbytes, writable, info.page_bytes, info.id), fd)
+    # For the CPU alone, so that no context is made: neither fill nor check touches a GPU.
+    mapping = VmmMapping(
+        fd, info.nbytes, cuda_driver(), None, host_access=True, writable=writable, page_bytes=info.page_bytes
+    )
+    return CpuTarget(info, mapping)
 
 
 def _read_direct(job: LoadJob) -> bool:
@@ -269,7 +176,7 @@ def main() -> int:
         order: Order = receive_message(stream, Order)
     die_with_parent(connection)
     reporter = Reporter(connection)
-    outcome: LoadResult | Failed
+    outcome: PartResult | Failed
     try:
         with reporter:
             outcome = load(order, reporter)

@@ -7,17 +7,19 @@ from typing import Any
 import msgspec
 
 from engram_client.layout import TableGeometry
-from engram_client.protocol import Backing, Failed, LoadProgress, LoadReport, SegmentInfo
+from engram_client.protocol import Failed, LoadProgress, LoadReport, SegmentInfo
 from engram_server.checkpoint import Extent, TableSource
 from engram_server.config import Config
 from engram_server.plan import HugePages, NumaPolicy, Plan
 
 MAX_THREADS = 16
+"""By default, for host memory; and for each GPU, whose link is another one."""
 CHUNK_BYTES = 2 << 20
 """Values read at a time. They are digested and packed while they are in a cache; with less, threads
 spend their time passing the interpreter lock round."""
-DEVICE_CHUNK_BYTES = 2 << 20
-"""Values read at a time for GPU memory: a copy to the GPU must be large beside what it costs to start."""
+DEVICE_CHUNK_BYTES = 8 << 20
+"""Bytes read and copied at a time for GPU memory: at 50 GB/s a process does 6,000 of these a second, and each
+must cost it little beside the copy."""
 DIRECT_CHUNK_BYTES = 4 << 20
 """The same where reads go to the device: it wants few and large ones."""
 
@@ -45,25 +47,33 @@ class LoadJob(msgspec.Struct, frozen=True, kw_only=True):
     """False only to measure repeatedly out of the page cache."""
     chunk_bytes: int = CHUNK_BYTES
     direct_chunk_bytes: int = DIRECT_CHUNK_BYTES
+    device_chunk_bytes: int = DEVICE_CHUNK_BYTES
 
 
 def make_job(plan: Plan, config: Config, sources: tuple[TableSource, ...] | None, cpus: int) -> LoadJob:
     """The job of a plan. `sources`: the tables of the checkpoint, in the plan's order; None: dummy tables.
     `cpus`: of the machine, for load.threads 0."""
+    gpus = {segment.device for segment in plan.segments if segment.device is not None}
     return LoadJob(
         source=config.model_path or "" if sources else f"dummy tables, seed {config.seed}",
         tables=plan.tables,
         values=tuple(source.values for source in sources or ()),
         scales=tuple(source.scales for source in sources or ()),
         seed=config.seed,
-        threads=config.load.threads or max(1, min(cpus, MAX_THREADS)),
+        threads=config.load.threads or max(1, min(cpus, MAX_THREADS * max(1, len(gpus)))),
         direct_io=config.load.direct_io,
         verify=config.load.verify,
         huge_pages=plan.huge_pages,
         huge_pages_required=plan.huge_pages_required,
         numa=plan.numa,
-        chunk_bytes=DEVICE_CHUNK_BYTES if plan.backing is Backing.CUDA_DEVICE else CHUNK_BYTES,
     )
+
+
+class CutBlock(msgspec.Struct, frozen=True):
+    """A canonical block that borders of segments cut, and that this node has whole; `table` counts in the job."""
+
+    table: int
+    block: int
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="order"):
@@ -72,6 +82,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="or
     job: LoadJob
     segments: tuple[SegmentInfo, ...]
     fds: tuple[int, ...]
+    cut_blocks: tuple[CutBlock, ...] = ()
+    """Blocks of GPU memory that this child is to digest from their source, as nobody else has them whole."""
 
 
 class ProgressUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="progress_update"):
@@ -87,6 +99,26 @@ class PieceDigest(msgspec.Struct, frozen=True):
     digest: bytes
 
 
+class BlockDigest(msgspec.Struct, frozen=True):
+    """Digest of one canonical block of a layer's table."""
+
+    layer_id: int
+    block: int
+    digest: bytes
+
+
+class PartResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="part_result"):
+    """What one child found out; load_parts.py makes a LoadResult of all of them."""
+
+    report: LoadReport
+    phase_seconds: dict[str, float]
+    blocks: tuple[BlockDigest, ...]
+    """Of the blocks that this child knows whole."""
+    pieces: dict[str, tuple[PieceDigest, ...]]
+    huge_bytes: dict[str, int]
+    remarks: tuple[str, ...]
+
+
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="load_result"):
     report: LoadReport
     roots: dict[int, str | None]
@@ -98,6 +130,8 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     huge_bytes: dict[str, int]
     """By segment id, bytes in pages of 2 MiB or more."""
     remarks: tuple[str, ...]
+    phase_seconds: dict[str, float] = {}
+    """By phase of the load, of the child that took longest."""
 
 
 class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="check_order"):
@@ -122,7 +156,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 CheckMessage = ProgressUpdate | Checked | Failed
-ChildMessage = ProgressUpdate | LoadResult | Failed
+ChildMessage = ProgressUpdate | PartResult | Failed
 
 _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()

@@ -23,11 +23,11 @@ from engram_client.protocol import Backing, Lookup, Placement, Replication, Reso
 from engram_server.config import Config
 from engram_server.gpus import Gpus
 from engram_server.machine import FileSystem, Machine, available_host_bytes
-from engram_server.plan_gpu import plan_devices
+from engram_server.plan_gpu import LOADER_HOST_BYTES, plan_devices
 
 THP_BYTES = 2 << 20
 LOADER_BYTES = 256 << 20
-"""What the loader needs beside the tables: its interpreter, and a few MiB of buffers for each thread."""
+"""What the loader needs beside tables in host memory: its interpreter, a few MiB of buffers for each thread."""
 COLLAPSE_KERNEL = (6, 1)
 """The first Linux with MADV_COLLAPSE, which makes huge pages whatever shmem_enabled says."""
 SHMEM_KNOB = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -150,7 +150,8 @@ def _gpu_plan(
 ) -> Plan:
     segments = plan_devices(options, node_ranks(options), tables, gpus, check_resources)
     numa = NumaPolicy("none")
-    remarks = _check_memory(config, machine, LOADER_BYTES, numa) if check_resources else []
+    loaders = LOADER_HOST_BYTES * len({segment.device for segment in segments})
+    remarks = _check_memory(config, machine, loaders, numa) if check_resources else []
     fabric = "usable" if not gpus.fabric_problem else f"unusable: {gpus.fabric_problem}"
     reason = f"GPU memory; fabric {fabric}"
     return Plan(

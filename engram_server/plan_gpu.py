@@ -18,6 +18,9 @@ from engram_server.gpus import Gpu, Gpus
 LOADER_CONTEXT_BYTES: Final = 640 << 20
 """GPU memory that the loader's context takes while it fills a table; given back when it exits."""
 
+LOADER_HOST_BYTES: Final = 512 << 20
+"""Host memory that a GPU's loader takes: pinned slots for 16 threads, and the driver's own."""
+
 
 def plan_devices(
     options: ResolvedOptions, ranks: range, tables: Sequence[TableGeometry], gpus: Gpus, check_resources: bool

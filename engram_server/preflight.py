@@ -19,6 +19,7 @@ from engram_server.config import Config
 from engram_server.findings import Finding, Level, gib, of_error
 from engram_server.machine import Machine, available_host_bytes
 from engram_server.plan import COLLAPSE_KERNEL, LOADER_BYTES, SHMEM_KNOB, HugePages, Plan, make_plan
+from engram_server.plan_gpu import LOADER_HOST_BYTES
 from engram_server.process import UNLIMITED, Process
 
 POPULATE_KERNEL = (5, 14)
@@ -102,7 +103,9 @@ def _memory(machine: Machine, config: Config | None, plan: Plan | None) -> Findi
     seen = f"{gib(available)} of {gib(machine.mem_total)} available ({source})"
     if plan is None or config is None or plan.huge_pages is HugePages.HUGETLB or config.host.memory_check == "off":
         return Finding(id="memory", level=Level.OK, seen=seen)
-    needed = LOADER_BYTES + (0 if plan.backing is Backing.CUDA_DEVICE else plan.needed_bytes)
+    needed = LOADER_BYTES + plan.needed_bytes
+    if plan.backing is Backing.CUDA_DEVICE:
+        needed = LOADER_HOST_BYTES * len({segment.device for segment in plan.segments})
     if needed <= available:
         return Finding(id="memory", level=Level.OK, seen=f"{seen}; the tables and their loader need {gib(needed)}")
     level = Level.FAIL if config.host.memory_check == "strict" else Level.WARN

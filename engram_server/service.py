@@ -181,7 +181,7 @@ class Service:
         if not self._holding.adopted and self._config.load.verify != "off":
             self._tally.count_verified(ok=True)  # a load that finds a difference ends the daemon
         if self._holding.adopted and self._config.load.verify != "off":
-            self._check.start(full=False)
+            self._check.start()
         for asker, request in self._take_waiting():
             await self._reply(asker, self._answer_attach(request))
 

@@ -19,6 +19,7 @@ typedef long long i64;
 constexpr u32 ROW_VALUES = 256;
 constexpr u32 VALUES_PER_SCALE = 32;
 constexpr u32 PACKED_ROW = 264;
+constexpr u32 BF16_ROW = 2 * ROW_VALUES;
 constexpr u32 NEUTRAL_SCALE = 127; // 2^0
 constexpr u32 NAN_SCALE = 255;
 constexpr u32 BF16_NAN = 0x7FC0;
@@ -27,7 +28,7 @@ constexpr u32 MAX_SHARDS = 64;
 // Rows that are not read from the table share so many buckets of the sort, zero rows (padding, invalid ids,
 // other shards) and copies of repeated ids each: one bucket alone would make them all wait for one counter.
 constexpr u32 SPREAD = 64;
-constexpr u32 FEW_THREADS = 128; // a block of gather_few
+constexpr u32 FEW_THREADS = 256; // a block of gather_few
 
 struct Output {
     u8* values;
@@ -189,19 +190,25 @@ template <int W> __device__ __forceinline__ bool is_exact(const Piece<W>& piece)
     return exact;
 }
 
-template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
+template <int W> __device__ __forceinline__ void store_exact(u8* out, const Piece<W>& piece, u32 lane) {
     u8* to = out + lane * W * 2;
-    if (__builtin_expect(is_exact(piece), 1)) {
-        const float factor = __uint_as_float(piece.scale << 23); // exact scales are not 0
-        u32 result[W / 2];
+    const float factor = __uint_as_float(piece.scale << 23); // exact scales are not 0
+    u32 result[W / 2];
 #pragma unroll
-        for (int k = 0; k < W / 2; k++) result[k] = exact2(piece.words[k / 2] >> (k % 2 * 16), factor);
+    for (int k = 0; k < W / 2; k++) result[k] = exact2(piece.words[k / 2] >> (k % 2 * 16), factor);
 #pragma unroll
-        for (int k = 0; k < W / 2; k += 4) store16(to + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
-    } else {
+    for (int k = 0; k < W / 2; k += 4) store16(to + k * 4, result[k], result[k + 1], result[k + 2], result[k + 3]);
+}
+
+template <int W> __device__ __forceinline__ void store_inexact(u8* out, const Piece<W>& piece, u32 lane) {
+    u8* to = out + lane * W * 2;
 #pragma unroll
-        for (int k = 0; k < W / 4; k++) store_rounded(to + k * 8, piece.words[k], piece.scale);
-    }
+    for (int k = 0; k < W / 4; k++) store_rounded(to + k * 8, piece.words[k], piece.scale);
+}
+
+template <int W> __device__ __forceinline__ void store_bf16(u8* out, const Piece<W>& piece, u32 lane) {
+    if (__builtin_expect(is_exact(piece), 1)) store_exact(out, piece, lane);
+    else store_inexact(out, piece, lane);
 }
 
 // Only W = 8: rows of 264 bytes are 8-byte aligned.
@@ -227,12 +234,16 @@ template <class A> __device__ __forceinline__ u32 token_of(const A& a, u32 item)
     return (__umulhi(item, a.division_multiplier) + item) >> a.division_shift;
 }
 
-template <class A> __device__ __forceinline__ i64 load_id(const A& a, u32 table, u32 token, u32 column) {
-    const u8* p = a.ids + table * a.table_stride + (u64)token * a.token_stride + (u64)column * a.column_stride;
+template <class ID> __device__ __forceinline__ i64 load_id(const u8* p) {
     i64 id;
-    if (a.id_bytes == 8) asm volatile("ld.global.s64 %0, [%1];" : "=l"(id) : "l"(p));
+    if constexpr (sizeof(ID) == 8) asm volatile("ld.global.s64 %0, [%1];" : "=l"(id) : "l"(p));
     else asm volatile("ld.global.s32 %0, [%1];" : "=l"(id) : "l"(p));
     return id;
+}
+
+template <class A> __device__ __forceinline__ i64 load_id(const A& a, u32 table, u32 token, u32 column) {
+    const u8* p = a.ids + table * a.table_stride + (u64)token * a.token_stride + (u64)column * a.column_stride;
+    return a.id_bytes == 8 ? load_id<i64>(p) : load_id<int>(p);
 }
 
 // One wanted row on its way: which id, and where its values go.
@@ -246,23 +257,26 @@ template <class A> __device__ __forceinline__ Wanted wanted_at(const A& a, u32 t
     return Wanted{load_id(a, table, token, column), item, table, column};
 }
 
+// `starts` points to the column's first row; that of the next column follows.
+__device__ __forceinline__ bool in_column(const i64* starts, i64 id) {
+    const i64 first = starts[0], stop = starts[1]; // both reads at once, beside that of the id
+    return (id >= first) & (id < stop);
+}
+
 // The wanted row within what this launch may read, or -1 for a row of zeros. In a hashed batch an id must lie
 // in its column's range.
 template <class A> __device__ __forceinline__ i64 row_of(const A& a, const Wanted& wanted) {
     const Table& table = a.target[wanted.table].table;
     const i64 row = wanted.id - table.start;
     bool reads = (u64)row < (u64)table.count;
-    if (table.column_starts) {
-        const i64 first = table.column_starts[wanted.column], stop = table.column_starts[wanted.column + 1];
-        reads = reads & (wanted.id >= first) & (wanted.id < stop); // both reads at once, beside that of the id
-    }
+    if (table.column_starts) reads = reads & in_column(table.column_starts + wanted.column, wanted.id);
     return reads ? row : -1;
 }
 
 // Decides why a row was not read; counts the id if it is invalid, and keeps the first that comes. Negative
 // ids are padding, and in a hashed batch an idle slot has id 0 in every column: neither is invalid.
 __device__ __noinline__ void examine(const i64* column_starts, i64 rows, u64* invalid, i64 id, u32 column, u32 item) {
-    const bool valid = column_starts ? id == 0 || (id >= column_starts[column] && id < column_starts[column + 1]) : id < rows;
+    const bool valid = column_starts ? id == 0 || in_column(column_starts + column, id) : id < rows;
     if (id < 0 || valid) return;
     if (atomicAdd(invalid, 1ull) == 0) {
         invalid[1] = (u64)id;
@@ -374,36 +388,50 @@ __device__ __forceinline__ void gather(const A& a, const Source& source, const S
     }
 }
 
-// Has the value in a register from here on.
-template <class T> __device__ __forceinline__ void keep(T& value) {
-    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(value));
-    else asm volatile("" : "+r"(value));
-}
-
 // The same for one table and few tokens, where each instruction shows: grid x is the token, y and the warps
-// of a block are its columns. Parameters are read while the id is on its way: left alone, the compiler reads
-// them where they are used, which is after it.
-extern "C" __global__ void __launch_bounds__(FEW_THREADS) gather_few_bf16(const __grid_constant__ Args1 a) {
+// of a block are its columns. What other kernels ask their parameters is compiled in, and what is rare comes after
+// the store: a launch of one token waits for each 128 bytes of code on its way.
+template <u32 VALUE_STRIDE, u32 SCALE_STRIDE, class ID, bool HASHED> __device__ __forceinline__ void gather_few(const Args1& a) {
     const u32 lane = threadIdx.x % 32, column = blockIdx.y * (FEW_THREADS / 32) + threadIdx.x / 32;
     if (column >= a.columns) return;
-    const u32 item = blockIdx.x * a.columns + column;
     const Table& table = a.target[0].table;
-    const Wanted wanted{load_id(a, 0, blockIdx.x, column), item, 0, column};
-    u64 values = (u64)(table.values + lane * 8), scales = (u64)(table.scales + lane / 4);
-    u64 to = (u64)(a.target[0].out.values + (u64)item * a.out_value_stride);
-    u32 value_stride = a.value_stride, scale_stride = a.scale_stride;
-    keep(values), keep(scales), keep(to), keep(value_stride), keep(scale_stride);
-    const i64 row = row_of(a, wanted);
+    const i64 id = load_id<ID>(a.ids + (u64)blockIdx.x * a.token_stride + (u64)column * a.column_stride);
+    const u32 item = blockIdx.x * a.columns + column;
+    u8* to = a.target[0].out.values + (u64)item * BF16_ROW;
+    const i64 row = id - table.start;
+    bool reads = (u64)row < (u64)table.count;
+    if constexpr (HASHED) reads = reads & in_column(table.column_starts + column, id);
     Piece<8> piece;
     zero_piece(piece, NEUTRAL_SCALE);
-    if (row >= 0) {
-        load_once(piece.words, row_at((const u8*)values, row, value_stride));
-        piece.scale = load_once(row_at((const u8*)scales, row, scale_stride));
-    } else if (lane == 0) {
-        check_unread(a, wanted, row);
+    if (reads) {
+        load_once(piece.words, row_at(table.values, row, VALUE_STRIDE) + lane * 8);
+        piece.scale = load_once(row_at(table.scales, row, SCALE_STRIDE) + lane / 4);
     }
-    store_bf16((u8*)to, piece, lane);
+    store_exact(to, piece, lane);
+    if (__builtin_expect(reads & is_exact(piece), 1)) return;
+    if (reads) {
+        store_inexact(to, piece, lane);
+    } else if (lane == 0) {
+        examine(HASHED ? table.column_starts : nullptr, table.rows, table.invalid, id, column, item);
+    }
 }
+
+#define GATHER_FEW(NAME, VALUE_STRIDE, SCALE_STRIDE)                                                         \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) NAME##_i32(const __grid_constant__ Args1 a) {  \
+        gather_few<VALUE_STRIDE, SCALE_STRIDE, int, false>(a);                                               \
+    }                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) NAME##_i64(const __grid_constant__ Args1 a) {  \
+        gather_few<VALUE_STRIDE, SCALE_STRIDE, i64, false>(a);                                               \
+    }                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) NAME##_hashed_i32(const __grid_constant__ Args1 a) { \
+        gather_few<VALUE_STRIDE, SCALE_STRIDE, int, true>(a);                                                \
+    }                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(FEW_THREADS) NAME##_hashed_i64(const __grid_constant__ Args1 a) { \
+        gather_few<VALUE_STRIDE, SCALE_STRIDE, i64, true>(a);                                                \
+    }
+
+GATHER_FEW(gather_few_planar, ROW_VALUES, ROW_VALUES / VALUES_PER_SCALE)
+GATHER_FEW(gather_few_packed, PACKED_ROW, PACKED_ROW)
 
 // Grid: x covers the ids of one table, y the tables.
 #define GATHER(NAME, W, ROWS, RAW)                                                                           \

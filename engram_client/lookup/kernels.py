@@ -131,7 +131,8 @@ class Gather:
         self._blocks = blocks
         self.tables = len(sources)
         peer = any(len(source.parts) > 1 for source in sources)
-        self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer)
+        hashed = sources[0].column_starts != 0
+        self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer, hashed=hashed)
         self.sorts_from: float = math.inf
         """The fewest ids a table that are put in order of address first."""
         if sorts(self._kind, MAX_ITEMS):
@@ -147,7 +148,7 @@ class Gather:
         out_value_stride, out_scale_stride = out_strides if raw else (BF16_ROW_BYTES, 0)
         self._strides = (*table_strides, out_value_stride)
         self._fixed = (self.tables, out_scale_stride, shift, self._buckets)
-        self._plans: dict[tuple[int, int, bool], _Plan] = {}
+        self._plans: dict[tuple[int, int, int, bool], _Plan] = {}
         self._lock = threading.Lock()
         packed = b"".join(SHARD.pack(*part.planes(row_format), part.start) for part in shards)
         self._parameters = Parameters(packed.ljust(MAX_SHARDS * SHARD.size, b"\0") if peer else None)
@@ -192,7 +193,7 @@ class Gather:
         workspace: device memory of `workspace_bytes(tokens * columns)`; 0 reads the ids in their own order.
         Raises Unsupported for 2^31 ids or more or strides of 4 GiB, CudaCallFailed.
         """
-        key = (ids.tokens, ids.columns, workspace != 0)
+        key = (ids.tokens, ids.columns, ids.id_bytes, workspace != 0)
         plan = self._plans.get(key) or self._plan(*key)
         if plan.items == 0:
             return
@@ -203,7 +204,7 @@ class Gather:
     def for_layout(self, ids: Ids, *, ordered: bool) -> FixedGather:
         """The same for one table and ids that always lie like `ids`, whose address does not count. Raises
         Unsupported."""
-        plan = self._plan(ids.tokens, ids.columns, ordered)
+        plan = self._plan(ids.tokens, ids.columns, ids.id_bytes, ordered)
         parameters = self._parameters.copy()
         self._pack(parameters.args, plan, ids, [Out(0)], 0)
         return FixedGather(self, plan, parameters)
@@ -249,13 +250,19 @@ class Gather:
             OUT.pack_into(arguments, at, *out)
             at += TARGET_BYTES
 
-    def _plan(self, tokens: int, columns: int, has_workspace: bool) -> _Plan:
+    def _plan(self, tokens: int, columns: int, id_bytes: int, has_workspace: bool) -> _Plan:
         items = tokens * columns
         if items > MAX_ITEMS // self.tables:
             raise Unsupported(feature=f"{items} ids a table", reason="fewer than 2^31 in all", remedy="look up parts")
         ordered = has_workspace and self.sorts(items)
         shape = shape_for(
-            self._kind, tokens, columns, self._kernels.multiprocessors, ordered=ordered, blocks=self._blocks
+            self._kind,
+            tokens,
+            columns,
+            self._kernels.multiprocessors,
+            id_bytes=id_bytes,
+            ordered=ordered,
+            blocks=self._blocks,
         )
         plan = _Plan(
             items,
@@ -269,7 +276,7 @@ class Gather:
         )
         if len(self._plans) >= _PLANS_KEPT:
             self._plans.clear()
-        self._plans[tokens, columns, has_workspace] = plan
+        self._plans[tokens, columns, id_bytes, has_workspace] = plan
         return plan
 
     def _order(self, plan: _Plan, stream: int, workspace: int, parameters: int) -> None:

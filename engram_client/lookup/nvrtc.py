@@ -48,12 +48,13 @@ def read_source() -> str:
     return "".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in SOURCES)
 
 
-def cubin(arch: str, *, folder: Path | None = None) -> Cubin:
-    """The kernels for `arch` ("sm_90"), from the cache in `folder` or compiled and put there.
+def cubin(arch: str, *, folder: Path | None = None, source: str | None = None) -> Cubin:
+    """The kernels for `arch` ("sm_90"), from the cache in `folder` or compiled and put there. `source`: None for
+    those of the lookups.
 
     Raises CudaUnavailable when cuda.core or NVRTC is missing, KernelCompileFailed when NVRTC refuses.
     """
-    source = read_source()
+    source = read_source() if source is None else source
     path = (folder or cache_folder()) / f"{arch}-{_key(source, arch)}.cubin"
     code = _read(path)
     if code is not None:
@@ -131,4 +132,4 @@ def _write(path: Path, code: bytes) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        _log.warning("lookup kernels are compiled at every start: cannot write %s: %s", path, error)
+        _log.warning("kernels are compiled at every start: cannot write %s: %s", path, error)

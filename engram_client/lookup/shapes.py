@@ -24,8 +24,8 @@ in flight lose what the order gains (112 rows: a fifth slower than 96), fewer le
 FILL_BLOCKS = 4
 """Blocks a multiprocessor that write what an ordered launch does not read: zeros and copies."""
 THREADS = 256
-FEW_THREADS = 128
-FEW_COLUMNS = 65_535 * 4
+FEW_THREADS = 256
+FEW_COLUMNS = 65_535 * 8
 """More ids a token than this do not fit the grid of gather_few."""
 FULL_ROWS = 64
 """From this many rows a multiprocessor on, more bytes in flight a lane pay; before, only their latency shows."""
@@ -37,7 +37,12 @@ more, and the GPU's other work keeps the rest."""
 COUNT_BLOCKS = 2
 """Blocks a multiprocessor that only judge ids."""
 KERNELS = (
-    "gather_few_bf16",
+    *(
+        f"gather_few_{row_format}{hashed}_i{bits}"
+        for row_format in ("planar", "packed")
+        for hashed in ("", "_hashed")
+        for bits in (32, 64)
+    ),
     "gather_bf16_w8_r1",
     "gather_bf16_w8_r2",
     "gather_bf16_w16_r1",
@@ -75,6 +80,7 @@ class Kind(NamedTuple):
     tables: int
     raw: bool
     peer: bool
+    hashed: bool = False
 
 
 class Shape(NamedTuple):
@@ -96,7 +102,9 @@ def bucket_shift(rows: int) -> int:
     return max(BUCKET_ROWS_SHIFT, (rows >> MAX_BUCKETS_SHIFT).bit_length())
 
 
-def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, ordered: bool, blocks: int = 0) -> Shape:
+def shape_for(
+    kind: Kind, tokens: int, columns: int, multiprocessors: int, *, id_bytes: int = 8, ordered: bool, blocks: int = 0
+) -> Shape:
     """The launch that reads `tokens * columns` rows of each table, with at most `blocks` blocks in all if not 0."""
     suffix = "raw" if kind.raw else "bf16"
     items = tokens * columns
@@ -108,7 +116,8 @@ def shape_for(kind: Kind, tokens: int, columns: int, multiprocessors: int, *, or
     host = kind.memory is Memory.HOST
     few = kind.tables == 1 and not kind.raw and not kind.peer and columns <= FEW_COLUMNS and (host or not full)
     if few and not blocks:  # its grid is the ids', so it cannot be held back
-        return Shape("gather_few_bf16", (tokens, -(-columns // (FEW_THREADS // 32))), FEW_THREADS)
+        name = f"gather_few_{kind.row_format.value}{'_hashed' * kind.hashed}_i{8 * id_bytes}"
+        return Shape(name, (tokens, -(-columns // (FEW_THREADS // 32))), FEW_THREADS)
     lanes = 16 if full and kind.row_format is RowFormat.PLANAR and not kind.raw and not kind.peer else 32
     rows = 2 if full and lanes == 32 and not host else 1
     wanted = -(-items // (rows * THREADS // lanes))

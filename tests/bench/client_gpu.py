@@ -1,18 +1,14 @@
-"""A GPU client against a real daemon, on one GPU: host cost of a call, prefetch beside GEMMs, attach, GPU memory.
+"""A GPU client against a real daemon, on one GPU: host cost of a call, prefetch beside GEMMs.
 
-    python -m tests.bench.client_gpu [--parts call,prefetch,attach] [--prefetch-gib 8] [--attach-gib 24]
+    python -m tests.bench.client_gpu [--parts call,prefetch] [--prefetch-gib 8]
 
-Results as CSV in bench-results/client_gpu.csv. Attach with tables of 90 GiB takes a minute or two a backing, nearly
-all of it to make them.
+Results as CSV in bench-results/client_gpu.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +17,6 @@ from typing import Any
 import torch
 
 from engram_client import connect
-from engram_client.cuda.access import cuda_driver
 from engram_client.lookup.cuda import GpuRows
 from engram_client.lookup.packing import Ids, Out
 from tests.bench.gpu_support import ColumnIds, Results, commit_of, dummy_daemon
@@ -31,27 +26,6 @@ GEMM = 4096
 GEMMS = 12
 """Of 4096^3 in bfloat16: some 2.5 ms, a few layers of a model between the hash of the ids and their use."""
 ITERATIONS = 20
-ATTACH = """
-import sys, time, json
-from engram_client import connect
-from engram_client.gpu import prepare
-import torch
-ordinal = int(sys.argv[2])
-torch.zeros(1, device=f"cuda:{ordinal}")
-prepare(ordinal)
-print("ready", flush=True)
-sys.stdin.readline()
-begin = time.perf_counter()
-client = connect(sys.argv[1], rank=int(sys.argv[3]), world_size=2, device=f"cuda:{ordinal}")
-took = time.perf_counter() - begin
-rows = client.table(1).lookup(torch.arange(24, device=f"cuda:{ordinal}"))
-torch.cuda.synchronize()
-print(json.dumps({"attach_s": took, "first_row_s": time.perf_counter() - begin}), flush=True)
-sys.stdin.readline()
-begin = time.perf_counter()
-client.close()
-print(json.dumps({"close_s": time.perf_counter() - begin}), flush=True)
-"""
 
 
 def host_us(call: Callable[[], Any]) -> float:
@@ -158,49 +132,10 @@ def iteration_us(begin: Callable[[], Any], use: Callable[[Any], Any], gemm: tupl
     return tuple(statistics.median(column) for column in zip(*times, strict=True))
 
 
-def attach(results: Results, gib: float, backings: list[str]) -> None:
-    """Two ranks attach at once; on one GPU both to it."""
-    devices = min(2, torch.cuda.device_count())
-    driver = cuda_driver()
-    for backing in backings:
-        before = [driver.memory_info(ordinal)[0] for ordinal in range(devices)]
-        whole = {"placement": "cpu", "replication": "per_node"}
-        with dummy_daemon(whole, gib, [1], host={"backing": backing}) as daemon:
-            time.sleep(1)  # the driver gives the loader's context back in its own time
-            taken = max(was - driver.memory_info(k)[0] for k, was in enumerate(before)) / (1 << 20)
-            results.add(f"daemon with {backing}: GPU memory it takes", taken, "MiB")
-            command = [sys.executable, "-c", ATTACH, daemon.endpoint]
-            ranks = [
-                subprocess.Popen(
-                    [*command, str(rank % devices), str(rank)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-                for rank in range(2)
-            ]
-            for rank in ranks:
-                assert rank.stdout is not None
-                assert rank.stdout.readline() == "ready\n"
-            for rank in ranks:
-                assert rank.stdin is not None
-                rank.stdin.write("go\n")
-                rank.stdin.flush()
-            reports = [json.loads(rank.stdout.readline()) for rank in ranks]  # type: ignore[union-attr]
-            ends = [json.loads(rank.communicate("go\n")[0]) for rank in ranks]
-            note = f"{gib} GiB, {devices} GPUs"
-            for name in ("attach_s", "first_row_s"):
-                slowest = max(report[name] for report in reports)
-                results.add(f"2 ranks at once on {backing}: slowest {name[:-2]}", slowest, "s", note)
-            results.add(f"2 ranks at once on {backing}: slowest close", max(e["close_s"] for e in ends), "s", note)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="call,prefetch,attach")
+    parser.add_argument("--parts", default="call,prefetch")
     parser.add_argument("--prefetch-gib", type=float, default=8)
-    parser.add_argument("--attach-gib", type=float, default=24)
-    parser.add_argument("--backings", default="cuda_host,memfd")
     parser.add_argument("--commit", default=commit_of())
     parser.add_argument("--out", type=Path, default=Path("bench-results/client_gpu.csv"))
     options = parser.parse_args()
@@ -211,8 +146,6 @@ def main() -> None:
         call_cost(results)
     if "prefetch" in parts:
         prefetch_beside_gemms(results, options.prefetch_gib)
-    if "attach" in parts:
-        attach(results, options.attach_gib, options.backings.split(","))
 
 
 if __name__ == "__main__":

@@ -48,9 +48,8 @@ def commit_of() -> str:
     return found.stdout.strip() or "unknown"
 
 
-@contextlib.contextmanager
-def dummy_daemon(engram: dict[str, str], table_gib: float, layers: Sequence[int], **rest: Any) -> Iterator[Daemon]:
-    """A daemon with a table of `table_gib` GiB for each layer, without a checkpoint; says how long it took."""
+def dummy_config(engram: dict[str, str], table_gib: float, layers: Sequence[int], **rest: Any) -> dict[str, Any]:
+    """Of a daemon with a made table of `table_gib` GiB for each layer, without a checkpoint."""
     geometry = {
         "engram_layer_ids": list(layers),
         "engram_max_ngram_size": 4,
@@ -60,6 +59,13 @@ def dummy_daemon(engram: dict[str, str], table_gib: float, layers: Sequence[int]
     config = {"load_format": "dummy", "geometry": geometry, "engram_config": engram, "load": {"verify": "off"}, **rest}
     # Some machines for rent grow their memory as it is touched and report too little before.
     config["host"] = {"memory_check": "warn", **rest.get("host", {})}
+    return config
+
+
+@contextlib.contextmanager
+def dummy_daemon(engram: dict[str, str], table_gib: float, layers: Sequence[int], **rest: Any) -> Iterator[Daemon]:
+    """A daemon of dummy_config(); says how long it took."""
+    config = dummy_config(engram, table_gib, layers, **rest)
     with tempfile.TemporaryDirectory(prefix="eb-") as folder:
         begin = time.perf_counter()
         daemon = Daemon(Path(folder), config)

@@ -19,11 +19,13 @@ import numpy as np
 from engram_client.cuda.access import cuda_driver
 from engram_client.cuda.driver import Driver, HandleTypes, Location
 from engram_client.errors import EngramError
-from engram_client.layout import RowFormat, Shard
+from engram_client.layout import RowFormat, Shard, TableGeometry
 from engram_client.mapping.registered import RegisteredMapping
 from engram_client.mapping.vmm import VmmMapping
 from engram_client.protocol import Backing, SegmentInfo
+from engram_server import device_fill
 from engram_server.device_target import DeviceTarget
+from engram_server.load_job import LoadJob
 
 PIECE = 64 << 20
 SOURCE = r"""
@@ -154,22 +156,44 @@ def fill_device(fd: int, nbytes: int, uuid: str) -> dict[str, Any]:
         page_bytes=2 << 20,
         device=uuid,
     )
-    target = DeviceTarget(info, fd, cuda_driver())
-    step = 1 << 13
+    driver = cuda_driver()
+    target = DeviceTarget(info, fd, driver)
+    whole = target.span(0, rows)
+    job = LoadJob(source="a pattern", tables=(TableGeometry(layer_id=0, columns=(rows,)),))
+    with driver.context(target.ordinal):
+        staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
     started = time.perf_counter()
-    for row in range(0, rows, step):
-        count = min(step, rows - row)
-        values = memoryview(bytearray(pattern(row * 256, count * 256)))
-        scales = memoryview(bytearray(pattern(rows * 256 + row * 8, count * 8)))
-        target.write(row, values, scales)
-    target.flush()
+    device_fill.fill(job, [target], staging, lambda: PatternFeed(whole.values))
     fill_s = time.perf_counter() - started
-    values, scales = memoryview(bytearray(256 * step)), memoryview(bytearray(8 * step))
-    last = rows - step
-    target.read(last, step, values, scales)
-    same = bytes(values) == pattern(last * 256, step * 256).tobytes()
-    same = same and bytes(scales) == pattern(rows * 256 + last * 8, step * 8).tobytes()
+    last = memoryview(bytearray(1 << 20))
+    at = rows * 264 // 8 * 8 - len(last)
+    with driver.context(target.ordinal):
+        driver.copy_from_device(device_fill.address_of(last), whole.values + at, len(last))
+    same = bytes(last) == pattern(at, len(last)).tobytes()
     return {"fill_s": fill_s, "rows_bytes": rows * 264, "read_back": same}
+
+
+class PatternFeed:
+    """The pattern in place of rows."""
+
+    direct = False
+
+    def __init__(self, base: int) -> None:
+        self._base = base
+
+    def fill(self, chunk: device_fill.RowChunk, view: memoryview) -> list[device_fill.Copy]:
+        copies, used = [], 0
+        for target, nbytes in (
+            (chunk.values, (chunk.row_stop - chunk.row_start) * 256),
+            (chunk.scales, (chunk.row_stop - chunk.row_start) * 8),
+        ):
+            view[used : used + nbytes] = pattern(target - self._base, nbytes)
+            copies.append(device_fill.Copy(device_fill.address_of(view) + used, target, nbytes))
+            used += nbytes
+        return copies
+
+    def close(self) -> None:
+        pass
 
 
 def mapped(kind: str, fd: int, nbytes: int, ordinal: int, range_bytes: int) -> VmmMapping | RegisteredMapping:

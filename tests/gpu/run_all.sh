@@ -8,11 +8,13 @@
 # status tells. From the environment, with what stands here if not given:
 #   PYTHON=python3            an interpreter with the packages of the extras rank, cuda, server and dev
 #   TEST_LIMIT=180 BENCH_LIMIT=120     seconds
-#   PREFETCH_GIB=8 ATTACH_GIB=24 BACKINGS=cuda_host,memfd     sizes of `one`
+#   PREFETCH_GIB=8                                            size of `one`
+#   FULL_GIB=94.4 WAYS=cuda_host,memfd,gpu FULL_LIMIT=480     of `two`: each of two tables
 #   SPLIT_GIB=16 TOKENS=1,16,128,1024,8192                    of `two`
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
-#   PARTS=test,bench          what of it
+#   LOAD_GIB=32 LOAD_ARGS= LOAD_LIMIT=240                     of `load`: both tables, over all GPUs
+#   PARTS=test,bench          what of it; load: loads into GPU memory; full: tables of full size
 set -u
 kind=${1:?one or two}
 out=${2:-bench-results}
@@ -36,6 +38,11 @@ step() { # name, limit, command...
 # Without the C helper everything works, slower.
 "$python" setup.py -q build_ext --inplace >"$out/build.log" 2>&1 || echo "no C helper: see $out/build.log"
 
+load_gpu() { # shellcheck disable=SC2086
+    [[ $parts != *load* ]] || step bench_load "${LOAD_LIMIT:-240}" "$python" -m tests.bench.load_gpu \
+        --gib "${LOAD_GIB:-32}" ${LOAD_ARGS:-} --out "$out/load_gpu.csv" "${commit[@]}"
+}
+
 commit=(${COMMIT:+--commit "$COMMIT"})
 parts=${PARTS:-test,bench}
 tests=("$python" -m pytest -m gpu -q -p no:cacheprovider --durations=12)
@@ -43,14 +50,17 @@ case $kind in
 one)
     [[ $parts != *test* ]] || step test_one "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu
     [[ $parts != *bench* ]] || step bench_one "${BENCH_LIMIT:-120}" "$python" -m tests.bench.client_gpu \
-        --prefetch-gib "${PREFETCH_GIB:-8}" --attach-gib "${ATTACH_GIB:-24}" --backings "${BACKINGS:-cuda_host,memfd}" \
-        --out "$out/client_gpu.csv" "${commit[@]}"
+        --prefetch-gib "${PREFETCH_GIB:-8}" --out "$out/client_gpu.csv" "${commit[@]}"
+    load_gpu
     ;;
 two)
     [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu -k "two_gpus or peer"
     [[ $parts != *bench* ]] || step bench_two "${BENCH_LIMIT:-120}" "$python" -m tests.bench.two_gpus \
         --gib "${SPLIT_GIB:-16}" --tokens "${TOKENS:-1,16,128,1024,8192}" ${SGLANG:+--sglang "$SGLANG"} \
         --out "$out/two_gpus.csv" "${commit[@]}"
+    load_gpu
+    [[ $parts != *full* ]] || step bench_full "${FULL_LIMIT:-480}" "$python" -m tests.bench.full_size \
+        --gib "${FULL_GIB:-94.4}" --ways "${WAYS:-cuda_host,memfd,gpu}" --out "$out/full_size.csv" "${commit[@]}"
     ;;
 *)
     echo "one or two, not $kind" >&2

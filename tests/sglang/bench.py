@@ -66,7 +66,13 @@ def engine(folder: Path, checkpoint: Path, environ: dict[str, str]) -> dict[str,
         text=True,
         check=False,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([STAND_IN, str(root)]), **environ},
+        # Without GPUs: SGLang would import what tests/sglang/requirements.txt leaves out.
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join([STAND_IN, str(root)]),
+            **environ,
+        },
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])

@@ -1,10 +1,12 @@
 """The real SGLang beside ours; `make test-sglang` makes the environment for it.
 
 Nothing here is collected where SGLang is not installed: `make test` has no such environment.
+Engines run on the CPU and see no GPU, whatever the machine has, unless a test asks for one on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -12,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +23,36 @@ import pytest
 
 HERE = Path(__file__).parent
 STAND_IN = str(HERE / "stand_in")
+STAND_IN_GPU = str(HERE / "stand_in_gpu")
+"""What SGLang imports on a machine with a GPU only."""
 ENGINE_LIMIT_S = 100.0
 STOP_LIMIT_S = 10.0
 VOCAB = 1500
+GPUS = 0
 
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    given = os.environ.get("PYTHONPATH")
     sys.path.insert(0, STAND_IN)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang's imports
-        import tests.sglang.engine  # noqa: F401
-    os.environ["PYTHONPATH"] = os.pathsep.join([STAND_IN, str(HERE.parents[1])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([STAND_IN, str(HERE.parents[1]), *([given] if given else [])])
     for name in [name for name in os.environ if name.startswith(("ENGRAM_", "SGLANG_"))]:
         del os.environ[name]
     # Forked from a process that has imported SGLang and has no threads: 8 s of CPU time less for each engine.
     FORKS = multiprocessing.get_context("forkserver")
     FORKS.set_forkserver_preload(["tests.sglang.engine"])
+    SPAWNS = multiprocessing.get_context("spawn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's imports
+        import torch
+
+        GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if GPUS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("CUDA_VISIBLE_DEVICES", "")
+                forkserver.ensure_running()
+            sys.path.insert(1, STAND_IN_GPU)
+        import tests.sglang.engine  # noqa: F401
 
 from engram_server.make_checkpoint import make_checkpoint  # noqa: E402
 from tests.support.daemon import Daemon, running  # noqa: E402
@@ -104,16 +120,17 @@ class Engine:
         from tests.sglang.engine import run_forked
 
         self._arrays = arrays
-        self._connection, theirs = FORKS.Pipe()
+        context = SPAWNS if spec.get("device") == "cuda" else FORKS
+        self._connection, theirs = context.Pipe()
         given = {**spec, "out": str(arrays)}
-        self._process = FORKS.Process(target=run_forked, args=(given, dict(environ), theirs))
+        self._process = context.Process(target=run_forked, args=(given, dict(environ), theirs))
         self._process.start()
         theirs.close()
 
-    def facts(self) -> dict[str, Any]:
-        """What it says when its layers have run, or have failed to."""
-        if not self._connection.poll(ENGINE_LIMIT_S):
-            raise TimeoutError(f"the engine said nothing within {ENGINE_LIMIT_S} s")
+    def facts(self, limit_s: float = ENGINE_LIMIT_S) -> dict[str, Any]:
+        """What it says when its layers have run, or have failed to. Raises TimeoutError."""
+        if not self._connection.poll(limit_s):
+            raise TimeoutError(f"the engine said nothing within {limit_s} s")
         found: dict[str, Any] = self._connection.recv()
         return found
 
@@ -126,8 +143,10 @@ class Engine:
         with np.load(self._arrays) as loaded:
             return dict(loaded)
 
-    def end(self) -> None:
+    def end_soon(self) -> None:
         self._connection.close()
+
+    def wait_for_end(self) -> None:
         self._process.join(STOP_LIMIT_S)
         if self._process.is_alive():
             self._process.kill()
@@ -138,19 +157,30 @@ class Engine:
 Start = Callable[..., Engine]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """start(checkpoint, endpoint=None, environ={}, **spec): a process that is ended with the test."""
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Start]:
+    """start(checkpoint, endpoint=None, environ={}, **spec): a process; all are ended at the end."""
     engines: list[Engine] = []
 
     def begin(
         checkpoint: Path, endpoint: str | None = None, environ: Mapping[str, str] | None = None, **spec: Any
     ) -> Engine:
         given = {**({"ENGRAM_ENDPOINT": endpoint} if endpoint else {}), **(environ or {})}
-        engine = Engine({"checkpoint": str(checkpoint), **spec}, given, tmp_path / f"engine{len(engines)}.npz")
+        engine = Engine({"checkpoint": str(checkpoint), **spec}, given, folder / f"engine{len(engines)}.npz")
         engines.append(engine)
         return engine
 
-    yield begin
-    for engine in engines:
-        engine.end()
+    try:
+        yield begin
+    finally:
+        for engine in engines:
+            engine.end_soon()
+        for engine in engines:
+            engine.wait_for_end()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Engines that are ended with the test."""
+    with starting(tmp_path) as begin:
+        yield begin

@@ -113,7 +113,8 @@ class FakeDriver(FakeVmm):
         if not self.gpu_may(target, nbytes, self._stack[-1], write=True):
             raise fail(call, "INVALID_VALUE", "the target is not writable")
         # As late as a real one may come: a source that is freed or reused before then is found out.
-        self._copies.setdefault(stream, []).append((target, source, nbytes))
+        bad = self._counts[call] == self.settings.bad_copy
+        self._copies.setdefault(stream, []).append((target, source, nbytes, bad))
 
     @driver_call("cuCtxSynchronize", context=True)
     def synchronize(self) -> None:
@@ -122,8 +123,10 @@ class FakeDriver(FakeVmm):
 
     def _finish_copies(self, stream: int) -> None:
         with self._copying:  # until they are done for every thread that waits for them
-            for target, source, nbytes in self._copies.pop(stream, []):
+            for target, source, nbytes, bad in self._copies.pop(stream, []):
                 ctypes.memmove(target, source, nbytes)
+                if bad:
+                    ctypes.c_ubyte.from_address(target + nbytes // 2).value ^= 4
 
     @driver_call("cuMemcpyDtoH", context=True)
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:
@@ -153,6 +156,13 @@ class FakeDriver(FakeVmm):
         name, ordinal = kernel
         if min(grid) < 1 or grid[1] > 65_535 or not 0 < threads <= 1024:
             raise fail("cuLaunchKernel", "INVALID_VALUE")
+        if name == "digest_pieces":
+            if threads != 32 or grid[1] != 1:
+                raise fail("cuLaunchKernel", "INVALID_VALUE", "a warp a piece")
+            fake_kernels.digest(
+                parameters, grid[0], lambda address, nbytes, write: self.gpu_may(address, nbytes, ordinal, write)
+            )
+            return
         fake_kernels.run(name, parameters, lambda address, nbytes: self.gpu_may(address, nbytes, ordinal))
 
     @driver_call("cuMemsetD32Async")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from tests.support.tables import reference_bf16
 
@@ -142,6 +143,22 @@ def store(launch: Launch, target: Target, values: np.ndarray, scales: np.ndarray
         array(target.out_values + k * launch.out_value_stride, np.uint8, rows.shape[1])[:] = rows[k]
         if raw:
             array(target.out_scales + k * launch.out_scale_stride, np.uint8, 8)[:] = scales[k]
+
+
+def digest(parameters: int, pieces: int, accessible: Callable[[int, int, bool], bool]) -> None:
+    """What digest.cu does. `accessible`: whether the GPU may read, or also write, so many bytes at an address."""
+    given, found = (int(array(int(pointer), np.uint64, 1)[0]) for pointer in array(parameters, np.uint64, 2))
+    assert accessible(given, 24 * pieces, False), "a kernel would fault"
+    assert accessible(found, 16 * pieces, True), "a kernel would fault"
+    for index, (values, scales, rows) in enumerate(array(given, np.uint64, pieces, 3).tolist()):
+        assert rows > 0
+        assert values % 16 == 0
+        assert scales % 8 == 0
+        running = xxhash.xxh3_128()
+        for address, nbytes in ((values, rows * 256), (scales, rows * 8)):
+            assert accessible(address, nbytes, False), "a kernel would fault"
+            running.update(array(address, np.uint8, nbytes))
+        array(found + 16 * index, np.uint8, 16)[:] = np.frombuffer(running.digest()[::-1], np.uint8)
 
 
 def exchanged(launch: Launch, target: Target) -> None:

@@ -34,6 +34,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A larger range in one call is refused, as some drivers do from 512 GiB."""
     scattered: bool = False
     """Registered ranges get device addresses that are not in line."""
+    bad_copy: int = 0
+    """The copy to the GPU, counted from 1 in each process, that arrives with one bit wrong."""
     exclusive: str | None = None
     """Lock file: registering while another process does fails."""
 

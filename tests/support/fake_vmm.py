@@ -62,7 +62,7 @@ class FakeVmm:
         self._registered: dict[int, tuple[int, bool]] = {}
         self._contexts: Counter[int] = Counter()
         self._streams: set[int] = set()
-        self._copies: dict[int, list[tuple[int, int, int]]] = {}
+        self._copies: dict[int, list[tuple[int, int, int, bool]]] = {}
         self._copying = threading.Lock()
         self._current = threading.local()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -9,10 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engram_client import _pure
+from engram_server import generate
 from engram_server.generate import rows
 
+try:
+    from engram_client import _native
+except ImportError:
+    _native = None
+
+pytestmark = pytest.mark.usefixtures("implementation")
 M = 2**64
 G = 0x9E3779B97F4A7C15
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(_pure, id="pure"),
+        pytest.param(
+            _native, id="native", marks=pytest.mark.skipif(_native is None, reason="the C helper is not built")
+        ),
+    ],
+    scope="module",
+)
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    chosen, generate.make = generate.make, request.param.make
+    yield
+    generate.make = chosen
 
 
 def mix(z: int) -> int:
@@ -98,3 +122,11 @@ def test_no_rows_are_no_rows_and_negative_ones_are_refused() -> None:
         rows(1, 0, -1, 2)
     with pytest.raises(ValueError, match="do not exist"):
         rows(1, 0, 0, -1)
+
+
+@pytest.mark.parametrize(("values", "scales"), [(256, 9), (255, 8), (0, 8)])
+def test_buffers_that_are_no_rows_are_refused(values: int, scales: int) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        generate.make_into(1, 0, 0, False, bytearray(values), bytearray(scales))
+    with pytest.raises(BufferError):
+        generate.make_into(1, 0, 0, False, bytes(256), bytearray(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -87,16 +88,11 @@ def test_a_kernel_that_keeps_an_array_to_itself_would_be_noticed(arch):
 def test_every_shape_names_a_kernel_that_exists(compiled):
     kernels = set(resources(compiled["sm_90"][0]))
     named = {exchange_shape(100).kernel, count_shape(100, 132).kernel, "order_count", "order_scan", "order_place"}
-    for memory in Memory:
-        for row_format in RowFormat:
-            for tables in (1, 2):
-                for raw in (False, True):
-                    for peer in (False, True):
-                        kind = Kind(memory, row_format, tables, raw=raw, peer=peer)
-                        for tokens in (1, 400, 400_000):
-                            for ordered in (False, True):
-                                shape = shape_for(kind, tokens, 24, 132, ordered=ordered)
-                                named |= {shape.kernel} | ({shape.then} if shape.then else set())
+    truth = (False, True)
+    kinds = itertools.starmap(Kind, itertools.product(Memory, RowFormat, (1, 2), truth, truth, truth))
+    for kind, tokens, id_bytes, ordered in itertools.product(kinds, (1, 400, 400_000), (4, 8), truth):
+        shape = shape_for(kind, tokens, 24, 132, id_bytes=id_bytes, ordered=ordered)
+        named |= {shape.kernel} | ({shape.then} if shape.then else set())
     assert named == kernels == set(KERNELS)
 
 

@@ -22,7 +22,9 @@ LOADER_CHILD = frozenset(
     for name in (
         "load_child",
         "check_child",
-        "device_target",
+        "device_digest",
+        "device_fill",
+        "device_load",
         "fill",
         "reader",
         "verify",

@@ -1,0 +1,179 @@
+"""Loads into GPU memory, all GPUs at once, beside what their links copy from pinned memory in the same run.
+
+    python -m tests.bench.load_gpu [--gib 16] [--devices 0,1] [--folder /dev/shm] [--chunks 8] [--threads 0] [--dummy]
+
+Two tables, `--gib` GiB in all, split over the GPUs. They are made as a checkpoint in `--folder` and read once, so that
+every load finds them in the page cache; `--dummy` makes the rows instead. A load is what the daemon does, by
+the loader's children: GB/s are of the phase "loading", which the other phases' seconds stand beside. `--chunks`,
+`--threads`: several, with commas, to compare. Then a check of all that lies in memory. Results as CSV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engram_client.cuda.access import cuda_driver
+from engram_client.layout import parse_model_geometry
+from engram_client.protocol import Placement
+from engram_server import checker, gpus
+from engram_server.checkpoint import open_checkpoint
+from engram_server.config import Config, EngramConfig, LoadConfig
+from engram_server.load_job import LoadJob, LoadResult, make_job
+from engram_server.loader import load
+from engram_server.machine import Machine
+from engram_server.make_checkpoint import make_checkpoint
+from engram_server.plan import Plan, make_plan
+from engram_server.segments import create_segments
+from tests.bench.gpu_support import ROWS_GIB, Results, commit_of
+
+RUNS = 3
+COPIES, COPY_BYTES = 24, 256 << 20
+BAR = 0.7
+LAYERS = (1, 14)
+GB = 1e9
+
+
+def link_rates(ordinals: list[int]) -> list[float]:
+    """Bytes per second from pinned memory to each GPU, all at once."""
+    pinned = [torch.empty(COPY_BYTES, dtype=torch.uint8).pin_memory() for _ in ordinals]
+    targets = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{ordinal}") for ordinal in ordinals]
+    events = []
+    for _ in range(2):  # the first round warms up
+        events = []
+        for ordinal, source, target in zip(ordinals, pinned, targets, strict=True):
+            with torch.cuda.device(ordinal):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                for _ in range(COPIES):
+                    target.copy_(source, non_blocking=True)
+                end.record()
+                events.append((begin, end))
+        for ordinal in ordinals:
+            torch.cuda.synchronize(ordinal)
+    return [COPIES * COPY_BYTES / (begin.elapsed_time(end) / 1e3) for begin, end in events]
+
+
+@contextlib.contextmanager
+def checkpoint_in(folder: str | None, vocab: int) -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix="engram-load-", dir=folder))
+    try:
+        begin = time.perf_counter()
+        make_checkpoint(place / "model", engram_vocab_size=vocab, seed=1, layer_ids=LAYERS)
+        print(f"checkpoint made in {time.perf_counter() - begin:.0f} s", flush=True)
+        yield place / "model"
+    finally:
+        shutil.rmtree(place)
+
+
+def warm(model: Path) -> None:
+    buffer = bytearray(16 << 20)
+    for path in model.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def plan_of(options: argparse.Namespace, model: Path | None, vocab: int) -> tuple[Plan, LoadJob]:
+    geometry = {
+        "engram_layer_ids": list(LAYERS),
+        "engram_max_ngram_size": 4,
+        "engram_vocab_size": vocab,
+        "engram_n_heads": 8,
+    }
+    config = Config(
+        model_path=str(model) if model else None,
+        load_format="auto" if model else "dummy",
+        geometry=geometry,
+        engram_config=EngramConfig(placement=Placement.GPU),
+        devices=tuple(options.ordinals),
+        load=LoadConfig(verify=options.verify),
+    )
+    config = msgspec.structs.replace(config, host=msgspec.structs.replace(config.host, memory_check="warn"))
+    machine = Machine.read()
+    checkpoint = open_checkpoint(model) if model else None
+    shape = checkpoint.model if checkpoint else parse_model_geometry(geometry, "geometry")
+    plan = make_plan(config, shape, machine, gpus.ask(cuda_driver(), config.devices))
+    job = make_job(plan, config, checkpoint.sources if checkpoint else None, machine.cpus)
+    return plan, msgspec.structs.replace(job, drop_cache=False)
+
+
+def measure(results: Results, plan: Plan, job: LoadJob, link: float, count: int, what: str) -> None:
+    found: list[tuple[float, LoadResult]] = []
+    check_s = 0.0
+    for run in range(RUNS):
+        segments = create_segments(plan, "bench")
+        try:
+            begin = time.perf_counter()
+            result = asyncio.run(load(job, segments))
+            found.append((time.perf_counter() - begin, result))
+            if run == RUNS - 1:
+                for segment in segments:
+                    segment.seal()
+                begin = time.perf_counter()
+                checked = asyncio.run(checker.check(segments, result.pieces, threads=job.threads, gentle=False))
+                check_s = time.perf_counter() - begin
+                if checked.damage:
+                    raise SystemExit(f"damage: {checked.damage[0].error()}")
+        finally:
+            for segment in segments:
+                segment.discard()
+    wall, result = sorted(found, key=lambda one: one[1].report.fill_seconds)[RUNS // 2]
+    rates = [one.report.bytes_read / one.report.fill_seconds / count for _, one in found]
+    rate = statistics.median(rates)
+    note = f"{count} GPUs at once, {result.report.bytes_read / GB:.1f} GB, {result.report.threads} threads"
+    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in result.phase_seconds.items())
+    spread = " ".join(f"{one / GB:.1f}" for one in rates)
+    results.add(f"{what}: load, each GPU", rate / GB, "GB/s", f"{note}; runs {spread}")
+    results.add(f"{what}: of what the links copy", rate / link, "", f"bar {BAR}; {phases}")
+    results.add(f"{what}: start to end of the children", wall, "s", note)
+    digest_s = result.phase_seconds.get("digesting", 0.0)
+    if digest_s:
+        results.add(f"{what}: digests, each GPU", result.report.bytes_read / digest_s / count / GB, "GB/s", note)
+    results.add(f"{what}: check of all, children and contexts included", check_s, "s", note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=16)
+    parser.add_argument("--devices", default=",".join(map(str, range(torch.cuda.device_count()))))
+    parser.add_argument("--folder")
+    parser.add_argument("--chunks", default="8", help="MiB")
+    parser.add_argument("--threads", default="0", help="of all GPUs; 0: as the daemon chooses")
+    parser.add_argument("--verify", default="sample")
+    parser.add_argument("--dummy", action="store_true")
+    parser.add_argument("--commit", default=commit_of())
+    parser.add_argument("--out", type=Path, default=Path("bench-results/load_gpu.csv"))
+    options = parser.parse_args()
+    options.ordinals = [int(ordinal) for ordinal in options.devices.split(",")]
+    results = Results(options.out, options.commit)
+    vocab = int(options.gib * ROWS_GIB / 24 / len(LAYERS))
+    with contextlib.ExitStack() as stack:
+        model = None if options.dummy else stack.enter_context(checkpoint_in(options.folder, vocab))
+        plan, job = plan_of(options, model, vocab)
+        links = link_rates(options.ordinals)
+        for ordinal, rate in zip(options.ordinals, links, strict=True):
+            results.add(f"GPU {ordinal}: copies from pinned memory, all at once", rate / GB, "GB/s", "the link")
+        for chunk in map(float, options.chunks.split(",")):
+            for threads in map(int, options.threads.split(",")):
+                if model is not None:
+                    warm(model)
+                changed = msgspec.structs.replace(
+                    job, device_chunk_bytes=int(chunk * (1 << 20)), threads=threads or job.threads
+                )
+                what = f"{'dummy' if model is None else 'page cache'}, {chunk:g} MiB, {changed.threads} threads"
+                measure(results, plan, changed, statistics.mean(links), len(options.ordinals), what)
+
+
+if __name__ == "__main__":
+    main()
