@@ -50,7 +50,7 @@ class RealDriver:
         }
         self._launch = driver.cuLaunchKernel
         self._is_capturing = driver.cuStreamIsCapturing
-        self._not_captured = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        self._wait_event = driver.cuStreamWaitEvent
         self._query = driver.cuEventQuery
         self._not_ready = driver.CUresult.CUDA_ERROR_NOT_READY
         self._exchange_mode = driver.cuThreadExchangeStreamCaptureMode
@@ -249,12 +249,19 @@ class RealDriver:
 
     def stream_captured(self, stream: int) -> bool:
         code, status = self._is_capturing(stream)
-        return bool(code) or bool(status != self._not_captured)
+        return bool(code or status)  # 0 is: no error, not captured
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        (code,) = self._wait_event(stream, event, 0)
+        if code:
+            self._check("cuStreamWaitEvent", code)
 
     def event_done(self, event: int) -> bool | None:
         # While any thread captures in the mode that is torch's default, this question would end its capture, unless
         # the thread that asks is in the relaxed mode.
-        _, mode = self._exchange_mode(self._relaxed)
+        code, mode = self._exchange_mode(self._relaxed)
+        if code:
+            return None
         (code,) = self._query(event)
         self._exchange_mode(mode)
         if not code:

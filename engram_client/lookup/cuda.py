@@ -207,15 +207,29 @@ class GpuRows:
             if was_ready is not None:
                 self.on_wait(was_ready)
             if not was_ready:
-                self._side.current_waits(self._done)
+                self._wait()
             in_use.clear()
             return Found(rows, _NOTHING)
 
         return finish
 
+    def _wait(self) -> None:
+        """Makes the current stream wait for the prefetch begun last. The driver's call: torch's, with an object for the
+        stream, takes some times as long."""
+        ordinal, driver = self.kernels.ordinal, self.kernels.driver
+        if not runtime.is_current(ordinal):
+            with runtime.current(ordinal):  # the default stream's handle is the same on every GPU
+                return self._wait()
+        stream, event = runtime.current_stream(ordinal), self._done.cuda_event
+        try:
+            driver.stream_wait(stream, event)
+        except CudaCallFailed as error:
+            with _context_after(error, self.kernels):
+                driver.stream_wait(stream, event)
+
     def _was_ready(self) -> bool | None:
         """Whether the prefetch begun last is over; None in a capture. Then what is enqueued from now on finds its rows,
-        and the wait, which costs more than this question, can be left out."""
+        and the wait can be left out."""
         driver = self.kernels.driver
         if driver.stream_captured(self._side.handle):
             return None

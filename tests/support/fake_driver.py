@@ -86,6 +86,8 @@ class FakeDriver(FakeVmm):
             raise fail("cuStreamSynchronize", "INVALID_HANDLE")
         self._finish_copies(stream)
 
+    waits = 0
+    """How often a stream was made to wait."""
     captured: ClassVar[set[int]] = set()
     """Streams from which a graph is being captured: a test's to set."""
     late: ClassVar[set[int]] = set()
@@ -94,6 +96,10 @@ class FakeDriver(FakeVmm):
     @driver_call("cuStreamIsCapturing")
     def stream_captured(self, stream: int) -> bool:
         return stream in self.captured
+
+    @driver_call("cuStreamWaitEvent")
+    def stream_wait(self, stream: int, event: int) -> None:
+        self.waits += 1
 
     @driver_call("cuEventQuery")
     def event_done(self, event: int) -> bool | None:

@@ -35,9 +35,6 @@ class FakeSide:
     def record(self, event: object) -> None:
         self.log.append("record")
 
-    def current_waits(self, event: object) -> None:
-        self.log.append("wait")
-
 
 capturing = False
 
