@@ -220,7 +220,9 @@ class Connect(Protocol):
 
         rank, world_size: this process's place in its tensor-parallel group; they select shards.
         device: "cpu", or "cuda:N", where lookups run on GPU N and tables of the host's memory are read in place.
-        group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size.
+        group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size. Where the
+        daemon reads across nodes (peer_read with nnodes over 1), connect is itself a collective of it: ranks
+        exchange FABRIC handles, each waits for all as long as the group's timeout, and all raise if one fails.
         timeout: seconds to wait for the socket, for the successor of a daemon that drains, and for the tables; 0 fails
             at once.
         layers: backbone layer ids to map; None = all.
@@ -232,8 +234,10 @@ class Connect(Protocol):
 
         Raises NoServer, ServerRefused, AccessDenied, ProtocolMismatch, ConnectTimeout, TransferCut,
         LoadFailed, ServerDraining, IdentityMismatch, TpSizeMismatch, RankInvalid, UnknownLayer,
-        TooManyClients, TooFewDescriptors, MapFailed, DeviceUnsupported or GroupInvalid; on a GPU also NoDriver,
-        CudaUnavailable, GpuNotFound, KernelCompileFailed, RegistrationFailed, AddressesScattered, PeerAccessMissing,
-        CudaCallFailed or Unsupported. A GPU that fails here stays usable for other work.
+        TooManyClients, TooFewDescriptors, MapFailed, DeviceUnsupported, RankOnOtherNode or GroupInvalid; on a GPU
+        also NoDriver, CudaUnavailable, GpuNotFound, KernelCompileFailed, RegistrationFailed, AddressesScattered,
+        PeerAccessMissing, CudaCallFailed or Unsupported; across nodes also GroupNeeded, GroupRankMismatch,
+        FabricUnavailable, NodesDiffer, RowsNotCovered, OtherRankFailed or ExchangeFailed. A GPU that fails here
+        stays usable for other work.
         """
         ...

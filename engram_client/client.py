@@ -31,6 +31,7 @@ from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
 from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, map_for_cpu, map_for_gpu
+from engram_client.nodes import Nodes
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
     Attach,
@@ -69,13 +70,6 @@ def connect(
     """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
     if not 0 <= rank < world_size:
         raise RankInvalid(rank=rank, world_size=world_size)
-    ordinal = gpu_ordinal(device)
-    kernels = None
-    if ordinal is not None:
-        from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
-
-        kernels = prepare(ordinal)
-    started = time.monotonic()
     request = Attach(
         rank=rank,
         world_size=world_size,
@@ -86,21 +80,55 @@ def connect(
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
+    nodes = Nodes(endpoint, handover, rank, world_size, group)
+    try:
+        return _open(endpoint, handover, request, timeout, on_progress, nodes, group, strict)
+    except Exception as error:
+        nodes.give_up(error)
+        raise
+
+
+def _open(
+    endpoint: str,
+    handover: str | None,
+    request: Attach,
+    timeout: float,
+    on_progress: Callable[[Progress], None] | None,
+    nodes: Nodes,
+    group: ProcessGroup | None,
+    strict: bool,
+) -> MappedClient:
+    ordinal = gpu_ordinal(request.device)
+    kernels = None
+    if ordinal is not None:
+        from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
+
+        kernels = prepare(ordinal)
+    started = time.monotonic()
+    deadline = started + timeout
     sockets = handover_path(endpoint, handover)
     with contextlib.ExitStack() as undo:
-        lease, control, attached, descriptors = _obtain(undo, endpoint, sockets, request, timeout, on_progress)
-        mappings = _map(attached.tables, descriptors, ordinal, os.path.dirname(sockets))
+        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
+        together = nodes.expect(attached.options, ordinal)
+        with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
+            handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
+            # From here on beats are sent: other nodes may take long to load their tables.
+            kept = Lease(lease, functools.partial(_renew, endpoint, handover, _same_tables(request, attached)))
+            undo.callback(kept.close)
+            sources: dict[str, int | bytes] = {**descriptors}
+            if together:
+                tables, foreign = nodes.exchange(attached, handles)
+                attached, sources = msgspec.structs.replace(attached, tables=tables), {**foreign, **sources}
+            mappings = _map(attached.tables, sources, ordinal, os.path.dirname(sockets))
         for mapping in mappings.values():
             undo.callback(mapping.close)
-        again = functools.partial(_renew, endpoint, handover, _same_tables(request, attached))
-        kept = Lease(lease, again)
-        undo.callback(kept.close)
         reporter = Reporter(*control.give_away(), lambda: kept.address, time.monotonic() - started)
         undo.callback(reporter.close)
-        client = MappedClient(endpoint, rank, world_size, attached, kept, mappings, group, strict, reporter)
+        client = MappedClient(endpoint, request, attached, kept, mappings, group, strict, reporter)
         if kernels is not None:
             undo.callback(client.close)
             client.open_on_gpu(kernels)
+        nodes.agree()
         undo.pop_all()
     return client
 
@@ -131,8 +159,8 @@ def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConn
     try:
         with ControlConnection(endpoint, lease) as control:
             attached = _attach(control, lease, request, time.monotonic(), 0, None)
-        for descriptor in lease.redeem(attached.ticket, REPLY_LEAST_S).values():
-            os.close(descriptor)
+        with lease.redeemed(attached.ticket, REPLY_LEAST_S):
+            pass
     except BaseException:
         lease.close()
         raise
@@ -149,12 +177,12 @@ def _obtain(
     endpoint: str,
     sockets: str,
     request: Attach,
+    deadline: float,
     timeout: float,
     on_progress: Callable[[Progress], None] | None,
-) -> tuple[HandoverConnection, ControlConnection, Attached, dict[str, int]]:
-    """What a daemon hands out; the connections belong to `undo`. One that drains is about to be replaced: while
+) -> tuple[HandoverConnection, ControlConnection, Attached]:
+    """What a daemon answers; the connections belong to `undo`. One that drains is about to be replaced: while
     there is time, its successor is waited for."""
-    deadline = time.monotonic() + timeout
     left = timeout
     while True:
         with contextlib.ExitStack() as attempt:
@@ -163,9 +191,8 @@ def _obtain(
                 lease = attempt.enter_context(HandoverConnection.open(sockets, left))
                 control = attempt.enter_context(ControlConnection(endpoint, lease))
                 attached = _attach(control, lease, request, deadline, timeout, on_progress)
-                descriptors = lease.redeem(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S))
                 undo.enter_context(attempt.pop_all())
-                return lease, control, attached, descriptors
+                return lease, control, attached
             except ServerDraining:
                 wait_for_end(lease, deadline)
                 left = deadline - time.monotonic()
@@ -193,20 +220,16 @@ def _attach(
 
 
 def _map(
-    tables: Sequence[TableInfo], descriptors: dict[str, int], ordinal: int | None, lock_path: str
+    tables: Sequence[TableInfo], sources: Mapping[str, int | bytes], ordinal: int | None, lock_path: str
 ) -> Mapping[str, CpuMapping | GpuMapping]:
-    """Maps every segment read-only; all or none. Closes the descriptors: a mapping needs none.
+    """Maps every segment read-only; all or none.
 
     lock_path: the sockets' folder, which all ranks of a node share: those that register memory take turns.
     """
     segments = [segment for table in tables for segment in table.segments]
-    try:
-        if ordinal is None:
-            return map_for_cpu(segments, descriptors)
-        return map_for_gpu(segments, descriptors, ordinal, lock_path=lock_path)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+    if ordinal is None:
+        return map_for_cpu(segments, sources)
+    return map_for_gpu(segments, sources, ordinal, lock_path=lock_path)
 
 
 class MappedClient:
@@ -215,8 +238,7 @@ class MappedClient:
     def __init__(
         self,
         endpoint: str,
-        rank: int,
-        world_size: int,
+        request: Attach,
         attached: Attached,
         lease: Lease,
         mappings: Mapping[str, CpuMapping | GpuMapping],
@@ -225,8 +247,8 @@ class MappedClient:
         reporter: Reporter,
     ) -> None:
         self._endpoint = endpoint
-        self._rank = rank
-        self._world_size = world_size
+        self._rank = request.rank
+        self._world_size = request.world_size
         self._options = attached.options
         self._infos = {info.geometry.layer_id: info for info in attached.tables}
         self._lease = lease

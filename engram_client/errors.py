@@ -565,6 +565,16 @@ class RankInvalid(ConnectError):
     world_size: int
 
 
+class RankOnOtherNode(ConnectError):
+    template = (
+        "rank {rank} is not of this node: the daemon is node_rank {node_rank} and holds the shards of ranks {held}; "
+        "connect to the daemon of the rank's own node, or correct its node_rank"
+    )
+    rank: int
+    node_rank: int
+    held: list[int]
+
+
 class UnknownLayer(ConnectError):
     template = "layer {layer_id} has no table here; the daemon serves layers {served}"
     layer_id: int
@@ -603,6 +613,58 @@ class UnknownLease(ConnectError):
     template = "there is no lease {lease}; the leases held are {held}"
     lease: int
     held: list[int]
+
+
+class FabricUnavailable(ConnectError):
+    """A node cannot hand its shards to ranks of other nodes. Raised on all ranks of the group, wherever it is."""
+
+    template = "peer_read across nodes needs FABRIC handles, and node {node_rank} has none: {problem}; {remedy}"
+    node_rank: int
+    problem: str
+    remedy: str
+
+
+class NodesDiffer(ConnectError):
+    """Two ranks of a group are attached to daemons whose shards do not make up one table. Raised on all ranks."""
+
+    template = (
+        "the daemons of ranks {rank} and {other_rank} (nodes {node} and {other_node}) do not serve parts of the same "
+        "tables: {differing} differ: {found} and {other_found}; start all nodes with the same engram.json but for "
+        "node_rank, and the same checkpoint"
+    )
+    rank: int
+    node: int
+    other_rank: int
+    other_node: int
+    differing: list[str]
+    found: dict[str, Any]
+    other_found: dict[str, Any]
+
+
+class RowsNotCovered(ConnectError):
+    template = (
+        "the shards that the ranks hold do not make up the table of layer {layer_id}: {problem}; start all nodes with "
+        "the same tp_size and nnodes, and each with its own node_rank"
+    )
+    layer_id: int
+    problem: str
+
+
+class OtherRankFailed(ConnectError):
+    """Ranks of several nodes attach together or not at all."""
+
+    template = "rank {rank} could not attach, so no rank does: {cause_code}: {cause}"
+    rank: int
+    cause_code: str
+    cause: str
+
+
+class ExchangeFailed(ConnectError):
+    template = (
+        "the ranks of the group could not tell each other what they hold: {problem}; a rank has died, could not reach "
+        "its daemon, or did not come within the group's timeout: see the other ranks' logs"
+    )
+    problem: str
 
 
 class DeviceUnsupported(ConnectError):
@@ -709,6 +771,14 @@ class InvalidIds(UseError):
     count: int
     first: int
     position: int
+
+
+class GroupNeeded(UseError):
+    template = (
+        "peer_read over {nnodes} nodes exchanges handles between ranks when they attach, and torch.distributed is not "
+        "initialised; call init_process_group before connect(), and pass group= where it is not WORLD"
+    )
+    nnodes: int
 
 
 class GroupInvalid(UseError):

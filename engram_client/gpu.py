@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from engram_client.cuda.access import cuda_driver
-from engram_client.errors import GpuNotFound, Unsupported
+from engram_client.errors import GpuNotFound, MalformedMessage
 from engram_client.layout import whole
 from engram_client.lookup import runtime
 from engram_client.lookup.counters import Counters
@@ -58,18 +58,14 @@ class GpuTables:
     def rows(self, info: TableInfo, mappings: Mapping[str, GpuMapping]) -> tuple[GpuRows, bool]:
         """The rows of a table as this GPU reads them, and whether they are the whole table.
 
-        Raises Unsupported for shards that are on other nodes, or too many.
+        Raises Unsupported for too many shards, MalformedMessage for several that are not the whole table.
         """
         segments = sorted(info.segments, key=lambda segment: segment.shard.row_start)
         held = [segment for segment in segments if segment.shard.rows] or segments[:1]
         parts = [Part(mappings[one.id].device_address, one.shard.row_start, one.shard.row_stop) for one in held]
         everything = sum(part.stop - part.start for part in parts) == info.geometry.rows
         if len(info.segments) > 1 and not everything:
-            raise Unsupported(
-                feature="peer_read over several nodes",
-                reason="the shards of other nodes are not handed out yet",
-                remedy='set "lookup": "collective"',
-            )
+            raise MalformedMessage(problem=f"{len(held)} segments that are not all of layer {info.geometry.layer_id}")
         rows = GpuRows(
             self._kernels,
             parts,

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +30,9 @@ from engram_client.protocol import (
     Authorize,
     Authorized,
     Beat,
+    Export,
+    Exported,
+    FabricHandle,
     Failed,
     Granted,
     Greeting,
@@ -131,6 +135,27 @@ class HandoverConnection:
         if not isinstance(message, Authorized):
             raise MalformedMessage(problem=f"a {type(message).__name__} instead of a permit")
         return message.permit
+
+    @contextlib.contextmanager
+    def redeemed(self, ticket: bytes, timeout: float) -> Iterator[dict[str, int]]:
+        """`redeem`, with the descriptors closed at the end: a mapping needs none."""
+        descriptors = self.redeem(ticket, timeout)
+        try:
+            yield descriptors
+        finally:
+            _close_all(list(descriptors.values()))
+
+    def export(self, timeout: float) -> tuple[FabricHandle, ...]:
+        """FABRIC handles of the shards of the rank whose lease this is.
+
+        Raises FabricUnavailable, which ends the lease, TransferCut, ConnectTimeout or MalformedMessage.
+        """
+        doing = "receiving handles for other nodes"
+        _send(self._socket, encode(Export(), limit=MAX_HANDOVER_BYTES), doing)
+        message, _ = _receive(self._socket, time.monotonic() + timeout, timeout, doing, 0)
+        if not isinstance(message, Exported):
+            raise MalformedMessage(problem=f"a {type(message).__name__} instead of handles")
+        return message.handles
 
     def beat(self) -> None:
         """Tells the daemon that this process runs. Raises nothing: an end of the connection shows by itself."""

@@ -8,7 +8,8 @@ refused. `v` is read first, so that two versions tell each other what they are i
                                     Verify, Evict, Drain -> Done;  SetLogLevel -> LogLevelReply;
                                     Report -> nothing;  any -> Failed
     handover socket (SEQPACKET)     <- Greeting;  Redeem -> Granted* with descriptors, then Beat*;
-                                    Authorize -> Authorized;  any -> Failed
+                                    Export -> Exported;  Authorize -> Authorized;  any -> Failed
+    the ranks' own group            Offer or Failed, then Done or Failed, from each to all
 
 The handover connection is opened first and, once its tickets are redeemed, is the client's lease: the kernel
 closes it when the client dies.
@@ -127,8 +128,23 @@ class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     device: str | None = None
     """UUID of the GPU whose memory it is ("GPU-..."); None for host memory. Never an ordinal: processes see
     different ones."""
-    fabric: bytes | None = None
-    """FABRIC handle of GPU memory, for ranks of other nodes in the NVLink domain; None where there is none."""
+
+
+class FabricHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A segment in GPU memory for ranks of other nodes in the NVLink domain.
+
+    A secret: whoever has the bytes, and an IMEX channel of the domain, can map the memory, for writing too. It
+    travels from a daemon to an attached rank and between the ranks of a group, and is shown nowhere.
+    """
+
+    segment: str
+    handle: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+    def __repr__(self) -> str:
+        return f"FabricHandle(segment={self.segment!r}, handle=<secret>)"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("segment", self.segment)]
 
 
 class TableInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,6 +153,9 @@ class TableInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     geometry: TableGeometry
     identity: TableIdentity
     segments: tuple[SegmentInfo, ...]
+    sample: str | None = None
+    """Digest of rows from all over the table, as the checkpoint holds them: where the ranks of several nodes hold
+    a table no node has read all of it, and identity has no root. None on one node."""
 
 
 class ResolvedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -148,6 +167,18 @@ class ResolvedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tp_size: int
     nnodes: int
     node_rank: int
+
+    @property
+    def ranks_of_node(self) -> range:
+        """The ranks whose shards this node holds, where replication is none."""
+        count = self.tp_size // self.nnodes
+        return range(self.node_rank * count, (self.node_rank + 1) * count)
+
+    @property
+    def reads_across_nodes(self) -> bool:
+        """Whether each rank maps the shards of all nodes, so that ranks exchange FABRIC handles when they attach."""
+        split = self.placement is Placement.GPU and self.replication is Replication.NONE
+        return split and self.lookup is Lookup.PEER_READ and self.nnodes > 1
 
 
 class LoadProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -384,6 +415,15 @@ class Redeem(_Message, frozen=True, tag="redeem"):
     ticket: bytes
 
 
+class Export(_Message, frozen=True, tag="export"):
+    """Asks, on a lease, for the FABRIC handles of the rank's own shards. Failed(FabricUnavailable) where a node has
+    none, or where nobody on another node reads its memory."""
+
+
+class Exported(_Message, frozen=True, tag="exported"):
+    handles: tuple[FabricHandle, ...]
+
+
 class Authorize(_Message, frozen=True, tag="authorize"):
     """Asks for a permit: for the daemon's own user and root, by SO_PEERCRED."""
 
@@ -406,11 +446,25 @@ class Granted(_Message, frozen=True, tag="granted"):
     last: bool
 
 
+# Between the ranks of a group, through torch.distributed
+
+
+class Offer(_Message, frozen=True, tag="offer"):
+    """What a rank holds for the others: its own shards, with their handles."""
+
+    rank: int
+    options: ResolvedOptions
+    tables: tuple[TableInfo, ...]
+    """With the rank's own segments."""
+    handles: tuple[FabricHandle, ...]
+
+
 Request = Attach | Status | Report | SetLogLevel | Verify | Evict | Drain
 Reply = Progress | Attached | StatusReply | LogLevelReply | Done | Failed
-HandoverRequest = Redeem | Beat | Authorize
-HandoverReply = Greeting | Granted | Authorized | Failed
-AnyMessage = Request | Reply | HandoverRequest | HandoverReply
+HandoverRequest = Redeem | Beat | Export | Authorize
+HandoverReply = Greeting | Granted | Exported | Authorized | Failed
+RankMessage = Offer | Done | Failed
+AnyMessage = Request | Reply | HandoverRequest | HandoverReply | RankMessage
 
 _KNOWN: Final = frozenset(kind.__struct_config__.tag for kind in get_args(AnyMessage))
 _BY_CLIENT: Final = frozenset(get_args(Request | HandoverRequest))

@@ -72,13 +72,15 @@ _failures: dict[tuple[Settings, Place], EngramError] = {}
 def client_of_process(settings: Settings, place: Place, group: Any, *, remember_failure: bool) -> Client:
     """The client that all layers of this process share, attached at the first call.
 
-    A client whose daemon has gone serves the layers that have it; a model that is built later gets a new one.
+    A client whose daemon has gone serves the layers that have it; a model that is built later gets a new one, but
+    for one that reads across nodes.
     remember_failure: the next layer fails at once, instead of waiting for the same absent daemon again.
     Raises what `engram_client.connect` raises.
     """
     key = settings, place
     known = _clients.get(key)
-    if known is not None and known.server_alive:
+    # Ranks that read each other's memory across nodes attach together: none of them may decide that by itself.
+    if known is not None and (known.server_alive or known.options.reads_across_nodes):
         return known
     if key in _failures:
         raise _failures[key]

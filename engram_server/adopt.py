@@ -30,7 +30,7 @@ from engram_server.worker import in_thread
 
 log = logging.getLogger(__name__)
 
-_FREE_TO_DIFFER = frozenset({"nbytes", "page_bytes", "fabric"})
+_FREE_TO_DIFFER = frozenset({"nbytes", "page_bytes"})
 """Fields of a segment that follow from the pages it once got, not from the configuration."""
 CHEAP_TO_MAP = (Backing.MEMFD, *NAMED)
 """Memory that a check maps in no time. The CUDA driver takes seconds, and a context for GPU memory: that is

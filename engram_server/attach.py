@@ -8,6 +8,7 @@ from engram_client.errors import (
     IdentityMismatch,
     NotAllowedNow,
     RankInvalid,
+    RankOnOtherNode,
     TableDamaged,
     TooManyClients,
     TpSizeMismatch,
@@ -36,7 +37,7 @@ def answer(
     """The tables `request` asks for, with a ticket for their descriptors.
 
     `damaged`: segments that are not handed out any more, by id.
-    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, UnknownLayer, IdentityMismatch, TableDamaged or
+    Raises NotAllowedNow, RankInvalid, TpSizeMismatch, RankOnOtherNode, UnknownLayer, IdentityMismatch, TableDamaged or
     TooManyClients.
     """
     if current not in state.RULES[Attach].answered or options is None:
@@ -45,6 +46,8 @@ def answer(
         raise RankInvalid(rank=request.rank, world_size=request.world_size)
     if options.replication is Replication.NONE and request.world_size != options.tp_size:
         raise TpSizeMismatch(client=request.world_size, server=options.tp_size)
+    if options.replication is Replication.NONE and request.rank not in options.ranks_of_node:
+        raise RankOnOtherNode(rank=request.rank, node_rank=options.node_rank, held=list(options.ranks_of_node))
     chosen = _choose(request, tables)
     _demand(request, tables)
     # A peer read maps the shards of all ranks of this node; otherwise a rank gets its own.

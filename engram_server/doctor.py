@@ -67,7 +67,7 @@ def diagnose(
     source = _source(config, findings)
     found = _gpus(config, here, findings)
     plan = _plan(config, source, machine, found, findings)
-    findings += _gpu_findings(inventory() if here else Inventory(problem="not recorded"), found)
+    findings += _gpu_findings(inventory() if here else Inventory(problem="not recorded"), found, plan)
     findings += surroundings.memory_link_findings(found, config)
     findings += surroundings.imex_findings(found, root)
     findings += preflight.machine_findings(machine, config, plan)
@@ -164,7 +164,7 @@ def _plan_facts(plan: Plan | None, machine: Machine) -> dict[str, Any] | None:
 # What is around
 
 
-def _gpu_findings(shown: Inventory, found: Gpus | None) -> Iterator[Finding]:
+def _gpu_findings(shown: Inventory, found: Gpus | None, plan: Plan | None) -> Iterator[Finding]:
     """What NVML shows, and what the driver was tried on."""
     if not shown.gpus and (found is None or not found.devices):
         yield Finding(id="gpu", level=Level.OK, seen=f"no GPU ({shown.problem}): tables can be in host memory only")
@@ -177,7 +177,12 @@ def _gpu_findings(shown: Inventory, found: Gpus | None) -> Iterator[Finding]:
         ("cuda_host", "host memory of the CUDA driver", found.host_problem),
         ("fabric", "FABRIC handles", found.fabric_problem),
     ):
-        yield Finding(id=id, level=Level.OK, seen=f"{what}: " + (f"no ({problem})" if problem else "yes, tried"))
+        seen = f"{what}: " + (f"no ({problem})" if problem else "yes, tried")
+        if id == "fabric" and problem and plan is not None and plan.options.reads_across_nodes:
+            remedy = 'set "lookup": "collective" on all nodes, or give them an IMEX domain: no rank could attach'
+            yield Finding(id=id, level=Level.FAIL, seen=seen, remedy=remedy)
+        else:
+            yield Finding(id=id, level=Level.OK, seen=seen)
     alone = [gpu.uuid for gpu in found.devices if len(gpu.peers) < len(found.devices) - 1]
     seen = f"without access to some peer: {', '.join(alone)}" if alone else "every GPU can read every other"
     yield Finding(id="peer_access", level=Level.OK, seen=seen)

@@ -30,6 +30,9 @@ from engram_client.protocol import (
     Authorize,
     Authorized,
     Beat,
+    Export,
+    Exported,
+    FabricHandle,
     Failed,
     Granted,
     Greeting,
@@ -39,7 +42,8 @@ from engram_client.protocol import (
     encode,
 )
 from engram_server.config import ControlConfig
-from engram_server.leases import Lease, Leases, Peer
+from engram_server.leases import Grant, Lease, Leases, Peer
+from engram_server.sockets import LISTEN_BACKLOG
 from engram_server.tally import CONNECT, UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -55,8 +59,9 @@ _MOST_GROUPS = 256
 
 
 class Handover:
-    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send;
-    `on_refused` hears which request, by name, was answered with which error."""
+    """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send,
+    `handles_of(grant)` what the holder of a lease may hand to ranks of other nodes; `on_refused` hears which
+    request, by name, was answered with which error."""
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Handover:
         epoch: str,
         leases: Leases,
         descriptor_of: Callable[[str], int],
+        handles_of: Callable[[Grant], tuple[FabricHandle, ...]],
         on_refused: Callable[[str, EngramError], None] = lambda request, error: None,
     ) -> None:
         self._listener = listener
@@ -75,6 +81,7 @@ class Handover:
         self._epoch = epoch
         self._leases = leases
         self._descriptor_of = descriptor_of
+        self._handles_of = handles_of
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(listener.fileno(), self._accept)
@@ -86,8 +93,9 @@ class Handover:
         """Ends all connections. Peers that hold no lease, those not accepted yet among them, are told `farewell`:
         what they wait for will not come, and a bare end would look like a crash."""
         if self._listener.fileno() >= 0:
-            while farewell is not None and self._accept():
-                pass
+            for _ in range(LISTEN_BACKLOG if farewell is not None else 0):
+                if not self._accept():
+                    break
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
         for connection in list(self._connections):
@@ -152,6 +160,10 @@ class Handover:
             granted = Granted(segments=part, lease=lease.id, last=start == starts[-1])
             messages.append((granted, [self._descriptor_of(name) for name in part]))
         return messages
+
+    def export(self, lease: Lease) -> Exported:
+        """The FABRIC handles of the holder's own shards. Raises FabricUnavailable or NotAllowedNow."""
+        return Exported(handles=self._handles_of(lease.grant))
 
     def authorize(self, peer: Peer) -> bytes:
         """A permit for one request of the owner. Raises NotPermitted for anyone else."""
@@ -248,6 +260,13 @@ class _Connection:
             if self._lease is None:
                 raise NotAllowedNow(request="beat", state="without a lease on this connection")
             self._owner.seen(self._lease)
+            return
+        if isinstance(request, Export):
+            if self._lease is None:
+                raise NotAllowedNow(request="export", state="without a lease on this connection")
+            exported = self._owner.export(self._lease)
+            log.info("lease %d: handles of %d segments for other nodes", self._lease.id, len(exported.handles))
+            self.send(exported)
             return
         if self._lease is not None:
             raise NotAllowedNow(request="redeem", state="leased to this connection")

@@ -6,17 +6,18 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from engram_client.errors import AdoptError, CheckpointError, InternalError, LoaderDied, MapFailed
 from engram_client.identity import TableIdentity
-from engram_client.protocol import LoadProgress, State, TableInfo
-from engram_server import adopt, gpus, origin, preflight
+from engram_client.protocol import LoadProgress, Replication, State, TableInfo
+from engram_server import adopt, gpus, origin, preflight, sample
 from engram_server.bring_up import allocate_and_load
-from engram_server.checkpoint import read_model_geometry
+from engram_server.checkpoint import TableSource, read_model_geometry
 from engram_server.config import Config
+from engram_server.exports import Exports
 from engram_server.keep import Keeper
 from engram_server.load_job import LoadResult, make_job
 from engram_server.machine import Machine
@@ -43,6 +44,8 @@ class Holding:
         self.tables: tuple[TableInfo, ...] = ()
         self.adopted = False
         """Whether nothing had to be loaded."""
+        self.exports = Exports()
+        """What ranks of other nodes map this node's shards by."""
         self._manifest: Manifest | None = None
 
     def __repr__(self) -> str:
@@ -64,6 +67,11 @@ class Holding:
             manifest = await self._load(adoption, enter, on_progress)
             self._keeper.keep(manifest, list(self.segments.values()))
         self._manifest = manifest
+        self.exports = await asyncio.to_thread(
+            Exports.of, self.planned, list(self.segments.values()), adoption is not None
+        )
+        if self.exports.problem:
+            log.warning("ranks cannot attach: %r", self.exports)
         for table in self.tables:
             log.info("layer %d: %d rows, root %s", table.geometry.layer_id, table.geometry.rows, table.identity.root)
 
@@ -167,14 +175,22 @@ class Holding:
             sources = tuple(source for source in sources if source.geometry.layer_id in wanted)
         enter(State.LOADING)
         job = make_job(plan, self._config, sources, prepared.machine.cpus)
-        result = await allocate_and_load(plan, self._tag, job, self.segments, on_progress)
+        sampling = asyncio.ensure_future(asyncio.to_thread(self._sample, plan, sources))
+        try:
+            result = await allocate_and_load(plan, self._tag, job, self.segments, on_progress)
+            samples = await sampling
+        finally:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
         for segment in self.segments.values():
             segment.seal()
         _log_loaded(result)
         self.result = result if adoption is None else adopt.merge(adoption, result)
         order = {info.id: place for place, info in enumerate(self.planned.segments)}
         self.segments = dict(sorted(self.segments.items(), key=lambda item: order[item[0]]))
-        self.tables = self._table_infos(self.result)
+        kept = () if adoption is None else adoption.manifest.tables
+        samples = {table.geometry.layer_id: table.sample for table in kept} | samples
+        self.tables = self._table_infos(self.result, samples)
         return Manifest(
             version=MANIFEST_VERSION,
             epoch=self._epoch,
@@ -193,12 +209,22 @@ class Holding:
             log.warning("%s", remark)
         log.info("%s", plan.log_line)
 
-    def _table_infos(self, result: LoadResult) -> tuple[TableInfo, ...]:
+    def _sample(self, plan: Plan, sources: tuple[TableSource, ...] | None) -> dict[int, str | None]:
+        """By layer: what tells tables of equal shape apart where no node reads all of one."""
+        options = plan.options
+        if options.replication is Replication.PER_NODE or options.nnodes == 1:
+            return {}
+        if sources is None:
+            return {**sample.generated_digests(plan.tables, self._config.seed)}
+        return {**sample.sample_digests(sources)}
+
+    def _table_infos(self, result: LoadResult, samples: Mapping[int, str | None]) -> tuple[TableInfo, ...]:
         return tuple(
             TableInfo(
                 geometry=geometry,
                 identity=TableIdentity.of(geometry, result.roots.get(geometry.layer_id)),
                 segments=tuple(s.info for s in self.segments.values() if s.info.layer_id == geometry.layer_id),
+                sample=samples.get(geometry.layer_id),
             )
             for geometry in self.planned.tables
         )

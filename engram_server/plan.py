@@ -71,7 +71,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     log_line: str
     remarks: tuple[str, ...]
     fabric: bool = False
-    """Whether GPU memory is handed out as FABRIC handles too."""
+    """Whether GPU memory is made so that it can be handed out as FABRIC handles too."""
+    fabric_problem: str = ""
+    """Why not, where it is GPU memory."""
 
 
 def make_plan(
@@ -122,12 +124,6 @@ def make_plan(
     )
 
 
-def node_ranks(options: ResolvedOptions) -> range:
-    """The ranks that live on this node."""
-    per_node = options.tp_size // options.nnodes
-    return range(options.node_rank * per_node, (options.node_rank + 1) * per_node)
-
-
 def _options(config: Config, gpu_count: int) -> ResolvedOptions:
     engram = config.engram
     return ResolvedOptions(
@@ -148,10 +144,15 @@ def _gpu_plan(
     gpus: Gpus,
     check_resources: bool,
 ) -> Plan:
-    segments = plan_devices(options, node_ranks(options), tables, gpus, check_resources)
+    segments = plan_devices(options, options.ranks_of_node, tables, gpus, check_resources)
     numa = NumaPolicy("none")
     loaders = LOADER_HOST_BYTES * len({segment.device for segment in segments})
     remarks = _check_memory(config, machine, loaders, numa) if check_resources else []
+    if options.reads_across_nodes and gpus.fabric_problem:
+        remarks.append(
+            f"no rank will be able to attach: peer_read across nodes needs FABRIC handles, and {gpus.fabric_problem}; "
+            'set "lookup": "collective" on all nodes, or give them an IMEX domain'
+        )
     fabric = "usable" if not gpus.fabric_problem else f"unusable: {gpus.fabric_problem}"
     reason = f"GPU memory; fabric {fabric}"
     return Plan(
@@ -168,6 +169,7 @@ def _gpu_plan(
         log_line=_log_line(options, Backing.CUDA_DEVICE, reason, HugePages.DRIVER, numa, tables, segments),
         remarks=tuple(remarks),
         fabric=not gpus.fabric_problem,
+        fabric_problem=gpus.fabric_problem,
     )
 
 
@@ -293,7 +295,7 @@ def _shards(table: TableGeometry, options: ResolvedOptions) -> list[tuple[str, i
     if options.replication is Replication.PER_NODE:
         return [(f"L{table.layer_id}", None, whole(table))]
     size = options.tp_size
-    return [(f"L{table.layer_id}.r{rank}of{size}", rank, shard(table, rank, size)) for rank in node_ranks(options)]
+    return [(f"L{table.layer_id}.r{rank}of{size}", rank, shard(table, rank, size)) for rank in options.ranks_of_node]
 
 
 def _round_up(rows: Shard, page_bytes: int) -> int:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from engram_client.errors import BackingUnavailable, NoGpu, NotEnoughGpuMemory, PeerAccessMissing, TooFewGpus
+from engram_client.errors import NoGpu, NotEnoughGpuMemory, PeerAccessMissing, TooFewGpus
 from engram_client.layout import ROW_BYTES, RowFormat, Shard, TableGeometry, shard
 from engram_client.protocol import Backing, Lookup, Replication, ResolvedOptions, SegmentInfo
 from engram_server.gpus import Gpu, Gpus
@@ -27,8 +27,8 @@ def plan_devices(
 ) -> tuple[SegmentInfo, ...]:
     """This node's segments. `ranks`: those that live on it.
 
-    Raises NoGpu, TooFewGpus, PeerAccessMissing, NotEnoughGpuMemory, or BackingUnavailable for a peer_read
-    over several nodes without FABRIC.
+    Raises NoGpu, TooFewGpus, PeerAccessMissing or NotEnoughGpuMemory. A peer_read over several nodes without FABRIC
+    is refused to ranks that attach, for those of the other nodes must hear of it too.
     """
     if not gpus.devices:
         raise NoGpu(problem=gpus.problem or "no CUDA device was found")
@@ -40,12 +40,6 @@ def plan_devices(
     peer_read = options.lookup is Lookup.PEER_READ and not per_node
     if per_node or peer_read:
         _check_peers(used)
-    if peer_read and options.nnodes > 1 and gpus.fabric_problem:
-        raise BackingUnavailable(
-            backing="peer_read across nodes",
-            problem=f"it needs FABRIC handles, and {gpus.fabric_problem}",
-            remedy='set "lookup": "collective", or give the nodes an IMEX domain',
-        )
     segments = tuple(
         segment
         for table in tables

@@ -125,6 +125,7 @@ class Service:
                 self._epoch,
                 self._leases,
                 lambda name: self._holding.segments[name].readable_fd,
+                lambda grant: self._holding.exports.granted(grant),
                 self._tally.count_refused,
             )
             refused = self._tally.count_refused

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engram_client import group as groups
 from engram_client.api import Tokens
-from engram_client.errors import CountsInvalid, GroupInvalid, GroupRankMismatch, IdsShapeInvalid
+from engram_client.errors import CountsInvalid, IdsShapeInvalid
 from engram_client.layout import ROW_BYTES, ROW_VALUES, Shard, TableGeometry
 from engram_client.lookup import runtime
 from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids
@@ -27,9 +28,6 @@ PADDING = -1
 SUM_UP_TO_IDS = 1024
 """GPUs on NCCL: for so few ids the sum of zero-filled rows costs less than an exchange and the launch after it.
 Two H200 over NVLink: 384 ids 9.9 against 11.5 us, 3,072 ids 19.5 against 14.7 us (tests/bench/two_gpus.py)."""
-
-# One function; torch 2.13 renamed it and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LocalRows(Protocol):
@@ -115,12 +113,7 @@ class ShardedLookup:
         self._alone = whole or world_size == 1
         self._staged = False
         if not self._alone:
-            found = dist.get_world_size(group) if dist.is_initialized() else 1
-            if found != world_size:
-                raise GroupInvalid(found=found, rank=rank, world_size=world_size)
-            group_rank = dist.get_rank(group)
-            if group_rank != rank:
-                raise GroupRankMismatch(group_rank=group_rank, rank=rank)
+            groups.check(group, rank, world_size)
             # gloo's collectives take host memory; its name is that of a backend, NCCL's group may have both.
             self._staged = local.device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
         self._sum_up_to = SUM_UP_TO_IDS if local.device.type == "cuda" and not self._staged else 0
@@ -254,10 +247,10 @@ class ShardedLookup:
 
     def _all_gather(self, output: Tensor, mine: Tensor) -> None:
         if not self._staged:
-            _all_gather(output, mine, group=self._group)
+            groups.all_gather(output, mine, group=self._group)
             return
         staged = torch.empty(output.shape, dtype=output.dtype)
-        _all_gather(staged, mine.cpu(), group=self._group)
+        groups.all_gather(staged, mine.cpu(), group=self._group)
         output.copy_(staged)
 
     def _all_reduce(self, rows: Tensor) -> None:

@@ -47,7 +47,7 @@ def gpu_ordinal(device: str) -> int | None:
     return int(match[1] or 0)
 
 
-def map_for_cpu(segments: Sequence[SegmentInfo], descriptors: Mapping[str, int]) -> dict[str, CpuMapping]:
+def map_for_cpu(segments: Sequence[SegmentInfo], sources: Mapping[str, int | bytes]) -> dict[str, CpuMapping]:
     """Maps the segments read-only, by segment id. The descriptors stay the caller's.
 
     Raises MapFailed, MalformedMessage when a descriptor is missing, and for backing cuda_host NoDriver,
@@ -72,20 +72,20 @@ def map_for_cpu(segments: Sequence[SegmentInfo], descriptors: Mapping[str, int])
         mapping.unmap_when_dropped()  # a client that is not closed must not hold a table's memory for ever
         return mapping
 
-    return _all_or_none(segments, descriptors, one)
+    return _all_or_none(segments, sources, one)
 
 
 def map_for_gpu(
     segments: Sequence[SegmentInfo],
-    descriptors: Mapping[str, int],
+    sources: Mapping[str, int | bytes],
     ordinal: int,
     *,
     lock_path: str | None = None,
     range_bytes: int = RANGE_BYTES,
 ) -> dict[str, GpuMapping]:
-    """Maps the segments read-only for GPU `ordinal`, by segment id. The descriptors stay the caller's; a
-    segment without one is imported by its FABRIC handle.
+    """Maps the segments read-only for GPU `ordinal`, by segment id.
 
+    sources: by segment id, a descriptor, which stays the caller's, or a FABRIC handle.
     lock_path, range_bytes: see RegisteredMapping.
 
     Raises NoDriver, CudaUnavailable, GpuNotFound, PeerAccessMissing, MapFailed, RegistrationFailed,
@@ -114,7 +114,7 @@ def map_for_gpu(
             lock_path=lock_path,
         )
 
-    return _all_or_none(segments, descriptors, one)
+    return _all_or_none(segments, sources, one)
 
 
 def visible_gpus(driver: Driver) -> list[str]:
@@ -136,12 +136,12 @@ def check_peer(driver: Driver, uuids: Sequence[str], ordinal: int, owner: str | 
 
 
 def _all_or_none(
-    segments: Sequence[SegmentInfo], descriptors: Mapping[str, int], one: Callable[[SegmentInfo, int | bytes], _M]
+    segments: Sequence[SegmentInfo], sources: Mapping[str, int | bytes], one: Callable[[SegmentInfo, int | bytes], _M]
 ) -> dict[str, _M]:
     mapped: dict[str, _M] = {}
     with contextlib.ExitStack() as undo:
         for segment in segments:
-            source: int | bytes | None = descriptors.get(segment.id, segment.fabric)
+            source = sources.get(segment.id)
             if source is None:
                 raise MalformedMessage(problem=f"no descriptor for segment {segment.id}")
             mapped[segment.id] = one(segment, source)

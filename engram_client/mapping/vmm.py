@@ -60,13 +60,14 @@ class VmmMapping:
         handle = driver.import_fd(source) if isinstance(source, int) else driver.import_fabric(source)
         with contextlib.ExitStack() as handle_open:
             handle_open.callback(driver.mem_release, handle)  # in any case: a map keeps the memory alive itself
-            self.location = driver.mem_location(handle)
+            # Of memory of another node the driver need not say where it is; it is in no GPU of this one.
+            self.location = driver.mem_location(handle) if isinstance(source, int) else None
             address = driver.address_reserve(nbytes, alignment)
             undo.callback(driver.address_free, address, nbytes)
             driver.mem_map(address, nbytes, handle)
             undo.callback(driver.mem_unmap, address, nbytes)
         readers = [] if self.ordinal is None else [Location.device(self.ordinal)]
-        if host_access:
+        if host_access and self.location is not None:
             readers.append(self.location)
         driver.set_access(address, nbytes, tuple(readers), writable)
         return address
@@ -78,7 +79,7 @@ class VmmMapping:
     @property
     def on_host(self) -> bool:
         """Whether the memory is the host's."""
-        return self.location.space is Space.HOST_NUMA
+        return self.location is not None and self.location.space is Space.HOST_NUMA
 
     @property
     def view(self) -> memoryview:

@@ -9,6 +9,7 @@ in host memory. Results as CSV in bench-results/full_size.csv. A table in host m
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import subprocess
 import sys
@@ -26,13 +27,14 @@ from tests.support.daemon import Daemon
 from tests.support.service_manager import ServiceManager
 
 SEED = 5
+RANK = "tests.bench.full_size_rank"
 SETTLED_S = 10
 """The driver gives the loader's context back in its own time."""
 
 
 class Rank:
     def __init__(self, endpoint: str, rank: int, device: str) -> None:
-        command = [sys.executable, "-m", "tests.bench.full_size_rank", endpoint, str(rank), device, str(SEED)]
+        command = [sys.executable, "-m", RANK, endpoint, str(rank), device, str(SEED)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def go(self) -> None:
@@ -99,9 +101,11 @@ def measure(results: Results, way: str, gib: float, folder: Path) -> None:
                 for name, value in slowest(ranks.both()).items():
                     results.add(f"{way}: two ranks at once, slowest {name[:-2]}", value, "s", note)
                 daemon.kill()
+                before = len(daemon.log)
                 daemon = start(folder, config, manager)
                 status = daemon.wait_for(State.READY, READY_LIMIT_S)
                 ready_s = time.perf_counter() - daemon.started
+                print(f"started {daemon.started_at}\n{daemon.log[before:]}", flush=True)
                 kept = "adopted" if status.adopted else "LOADED AGAIN"
                 results.add(f"{way}: SIGKILL, then exec to ready, {kept}", ready_s, "s", note)
                 for name, value in slowest(ranks.both()).items():
@@ -117,14 +121,15 @@ class TimedDaemon(Daemon):
     """Knows when it was started."""
 
     started: float
+    started_at: str
 
 
 def start(folder: Path, config: dict[str, Any], manager: ServiceManager) -> TimedDaemon:
-    begin = time.perf_counter()
+    begin, began_at = time.perf_counter(), datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     daemon = TimedDaemon(
         folder, config, wrapper=manager.wrapper(), environ=manager.environ(), pass_fds=manager.descriptors()
     )
-    daemon.started = begin
+    daemon.started, daemon.started_at = begin, began_at
     return daemon
 
 

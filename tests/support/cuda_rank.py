@@ -39,15 +39,11 @@ def main(endpoint: str, checkpoint: str, rank: int, world_size: int, device: str
             request = Attach(rank=rank, world_size=world_size, device=device, name="test")
             replies = control.request(request, 30, "waiting for the tables")
             attached = next(reply for reply in replies if isinstance(reply, Attached))
-        descriptors = lease.redeem(attached.ticket, 30)
         segments = [segment for table in attached.tables for segment in table.segments]
-        try:
+        with lease.redeemed(attached.ticket, 30) as descriptors:
             mapped = map_for_gpu(
-                segments, descriptors, ordinal, lock_path=os.path.dirname(path), range_bytes=range_bytes
+                segments, {**descriptors}, ordinal, lock_path=os.path.dirname(path), range_bytes=range_bytes
             )
-        finally:
-            for descriptor in descriptors.values():
-                os.close(descriptor)
         verified = sum(verify(segment, mapped[segment.id], ordinal, reference) for segment in segments)
         for mapping in mapped.values():
             mapping.close()

@@ -22,6 +22,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether memory can be created at a NUMA node of the host."""
     fabric: str = "no"
     """no, yes, or lies: the attribute says yes and creating answers NOT_PERMITTED."""
+    export_again: bool = False
+    """Whether imported memory can be exported; the driver 580 answers INVALID_VALUE, whatever the kind of handle."""
+    node: int = 0
+    """Which machine of several it is: no GPU of one has the UUID of another's."""
     peers: bool = True
     ats: bool = False
     """Whether GPUs read pageable host memory through the CPU's page tables."""

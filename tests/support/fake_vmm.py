@@ -124,7 +124,7 @@ class FakeVmm:
         return self._devices[ordinal]
 
     def _uuid(self, index: int) -> str:
-        return f"GPU-{index:08x}-0000-4000-8000-000000000000"
+        return f"GPU-{index:08x}-{self.settings.node:04x}-4000-8000-000000000000"
 
     # Devices
 
@@ -266,6 +266,7 @@ class FakeVmm:
         allocation = self._allocation("cuMemExportToShareableHandle", handle)
         if HandleTypes.POSIX_FD not in allocation.types:
             raise fail("cuMemExportToShareableHandle", "INVALID_VALUE")
+        self._check_export(allocation)
         return fcntl.fcntl(allocation.fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
     @driver_call("cuMemExportToShareableHandle")
@@ -273,7 +274,12 @@ class FakeVmm:
         allocation = self._allocation("cuMemExportToShareableHandle", handle)
         if HandleTypes.FABRIC not in allocation.types:
             raise fail("cuMemExportToShareableHandle", "INVALID_VALUE")
+        self._check_export(allocation)
         return (_FABRIC_PREFIX + f"{os.getpid()}:{allocation.fd}".encode()).ljust(FABRIC_BYTES, b"\0")
+
+    def _check_export(self, allocation: Allocation) -> None:
+        if allocation.imported and not self.settings.export_again:
+            raise fail("cuMemExportToShareableHandle", "INVALID_VALUE", "it was imported")
 
     @driver_call("cuMemImportFromShareableHandle")
     def import_fd(self, fd: int) -> int:

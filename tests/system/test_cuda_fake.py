@@ -185,16 +185,15 @@ def test_a_whole_copy_is_spread_over_the_gpus_and_read_whole_by_any_rank(
 def test_fabric_that_lies_is_said_and_descriptors_are_used(scene: Scene, reference: CheckpointReference) -> None:
     with scene.daemon({"placement": "gpu"}, {"fabric": "lies"}) as daemon:
         assert "fabric unusable: cuMemCreate answers CUDA_ERROR_NOT_PERMITTED" in daemon.log
-        assert all(segment.info.fabric is None for segment in daemon.status().segments)
         found = reports([scene.rank(daemon, rank, 2, f"cuda:{rank}", {"fabric": "lies"}) for rank in range(2)])
         assert sum(report["rows"] for report in found) == table_rows(reference)
 
 
-def test_fabric_that_works_is_handed_out_beside_the_descriptors(scene: Scene) -> None:
-    with scene.daemon({"placement": "gpu"}, {"fabric": "yes"}) as daemon:
-        blobs = {segment.info.fabric for segment in daemon.status().segments}
-        assert {len(blob or b"") for blob in blobs} == {64}
-        assert len(blobs) == 4
+def test_memory_that_no_other_node_reads_is_never_exported_to_the_fabric(scene: Scene) -> None:
+    with scene.daemon({"placement": "gpu", "lookup": "peer_read"}, {"fabric": "yes"}) as daemon:
+        assert "fabric usable" in daemon.status().backing_reason
+        blobs = [event for event in scene.calls(daemon.pid) if "fake-fabric" in event.get("result", "")]
+        assert len(blobs) == 2, "the probe's, one a GPU"
 
 
 @pytest.mark.parametrize("machine", [{"driver": False}, {"host_numa": False}])

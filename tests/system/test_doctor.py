@@ -287,3 +287,14 @@ def test_the_predicted_load_time_is_made_of_the_rates_it_was_measured_from(folde
     assert forecast["threads"] > 0
     assert forecast["load_seconds"] >= populate + fill
     assert forecast["attach_seconds"] > 0
+
+
+def test_peer_reads_across_nodes_without_fabric_fail_the_doctor(folder: Path, checkpoint: Path) -> None:
+    engram = {"placement": "gpu", "lookup": "peer_read"}
+    path = written(folder, checkpoint, engram_config=engram, tp_size=4, nnodes=2)
+    code, answer = doctor("--config", str(path), fake={"fabric": "lies"})
+    assert code == 2
+    assert finding(answer, "fabric")["level"] == "fail"
+    assert "CUDA_ERROR_NOT_PERMITTED" in finding(answer, "fabric")["seen"]
+    _, answer = doctor("--config", str(path), fake={"fabric": "yes"})
+    assert finding(answer, "fabric")["level"] == "ok"

@@ -17,6 +17,7 @@ from engram_client.errors import InternalError, ServerDraining, TransferCut
 from engram_client.handover import HandoverConnection
 from engram_client.protocol import MAX_HANDOVER_BYTES, Failed, Greeting, HandoverReply, decode
 from engram_server.config import ControlConfig
+from engram_server.exports import Exports
 from engram_server.handover import Handover
 from engram_server.leases import Grant, Leases
 from engram_server.sockets import listen_for_handover
@@ -27,7 +28,7 @@ GRANT = Grant(segments=("L1",), layers=(1,), rank=0, world_size=1, device="cpu",
 @contextlib.contextmanager
 def serving(path: str, leases: Leases, descriptor_of: Callable[[str], int]) -> Iterator[Handover]:
     control = ControlConfig()
-    handover = Handover(listen_for_handover(path, control), control, "epoch", leases, descriptor_of)
+    handover = Handover(listen_for_handover(path, control), control, "epoch", leases, descriptor_of, Exports().granted)
     try:
         yield handover
     finally:

@@ -27,6 +27,7 @@ from engram_client.protocol import (
     Beat,
     Drain,
     Evict,
+    Export,
     Failed,
     Greeting,
     HandoverReply,
@@ -150,11 +151,16 @@ def test_every_kind_of_request_on_the_control_socket_is_counted_when_it_is_refus
 
 @pytest.mark.parametrize(
     ("request_", "code"),
-    [(Redeem(ticket=b"x" * 32), "TicketInvalid"), (Beat(), "NotAllowedNow"), (None, "MalformedMessage")],
+    [
+        (Redeem(ticket=b"x" * 32), "TicketInvalid"),
+        (Beat(), "NotAllowedNow"),
+        (Export(), "NotAllowedNow"),
+        (None, "MalformedMessage"),
+    ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_every_kind_of_request_on_the_descriptor_socket_is_counted_when_it_is_refused(
-    watched: Daemon, request_: Redeem | Beat | None, code: str
+    watched: Daemon, request_: Redeem | Beat | Export | None, code: str
 ) -> None:
     frame = encode(request_) if request_ is not None else b"\xc1"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:

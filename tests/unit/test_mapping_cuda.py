@@ -96,7 +96,7 @@ def exported(driver: FakeDriver, location: Location, fabric: bool = False) -> tu
     return fd, give_back, driver.export_fabric(handle) if fabric else b""
 
 
-def info(backing: Backing, device: str | None = None, fabric: bytes | None = None, name: str = "L1") -> SegmentInfo:
+def info(backing: Backing, device: str | None = None, name: str = "L1") -> SegmentInfo:
     return SegmentInfo(
         id=name,
         layer_id=1,
@@ -107,7 +107,6 @@ def info(backing: Backing, device: str | None = None, fabric: bytes | None = Non
         row_format=RowFormat.PACKED,
         page_bytes=PAGE,
         device=device,
-        fabric=fabric,
     )
 
 
@@ -344,7 +343,7 @@ def test_one_segment_that_fails_undoes_those_before_it(make: Make, memfd: int) -
 def test_a_fabric_handle_needs_no_descriptor(make: Make) -> None:
     driver = make(fabric="yes")
     _, give_back, blob = exported(driver, Location.device(1), fabric=True)
-    mapped = map_for_gpu([info(Backing.CUDA_DEVICE, "GPU-of-another-node", blob)], {}, 0)
+    mapped = map_for_gpu([info(Backing.CUDA_DEVICE, "GPU-of-another-node")], {"L1": blob}, 0)
     assert driver.gpu_read(mapped["L1"].device_address, SIZE, 0) == CONTENT
     mapped["L1"].close()
     give_back()

@@ -147,13 +147,16 @@ def test_too_little_gpu_memory_names_needed_and_free_of_each_gpu() -> None:
     assert refused.value.free == [90 * GIB, 90 * GIB]
 
 
-def test_peer_reads_across_nodes_need_fabric() -> None:
-    with pytest.raises(BackingUnavailable) as refused:
-        plan(gpus(2, fabric_problem="no IMEX channel"), lookup="peer_read", nnodes=2, tp_size=4)
-    assert "no IMEX channel" in refused.value.problem
+def test_peer_reads_across_nodes_need_fabric_and_a_node_without_says_so_before_its_ranks_are_refused() -> None:
+    without = plan(gpus(2, fabric_problem="no IMEX channel"), lookup="peer_read", nnodes=2, tp_size=4)
+    assert not without.fabric
+    assert [remark for remark in without.remarks if "no IMEX channel" in remark]
     made = plan(gpus(2), lookup="peer_read", nnodes=2, tp_size=4)
     assert made.fabric
-    assert not plan(gpus(2, fabric_problem="no IMEX channel"), lookup="peer_read").fabric
+    assert not made.remarks
+    alone = plan(gpus(2, fabric_problem="no IMEX channel"), lookup="peer_read")
+    assert not alone.fabric
+    assert not alone.remarks
 
 
 # Host memory

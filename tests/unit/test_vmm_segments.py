@@ -12,7 +12,7 @@ import pytest
 from engram_client.cuda import access
 from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.cuda.driver import FABRIC_BYTES
-from engram_client.errors import AllocationFailed, BackingUnavailable, EngramError, GpuNotFound
+from engram_client.errors import AllocationFailed, BackingUnavailable, CudaCallFailed, EngramError, GpuNotFound
 from engram_client.layout import RowFormat, Shard
 from engram_client.protocol import Backing, SegmentInfo
 from engram_server.segments import Segment, adopt_segment
@@ -113,10 +113,14 @@ def test_a_gpu_that_is_full_or_absent_is_named(driver: FakeDriver) -> None:
     assert refused.value.present == [driver.device_uuid(0), driver.device_uuid(1)]
 
 
-def test_where_fabric_works_the_handle_is_part_of_the_segment(driver: FakeDriver) -> None:
+def test_memory_made_for_the_fabric_has_a_handle_and_other_memory_has_none(driver: FakeDriver) -> None:
     segment = CudaDeviceSegment.create(info(Backing.CUDA_DEVICE, device=driver.device_uuid(0)), driver, fabric=True)
-    assert len(segment.info.fabric or b"") == FABRIC_BYTES
+    assert len(segment.export_fabric()) == FABRIC_BYTES
     segment.close()
+    without = CudaDeviceSegment.create(info(Backing.CUDA_DEVICE, device=driver.device_uuid(0)), driver, fabric=False)
+    with pytest.raises(CudaCallFailed):
+        without.export_fabric()
+    without.close()
 
 
 @both
