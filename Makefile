@@ -48,7 +48,8 @@ bench-gpu: .venv/installed
 bench-full: .venv/installed
 	$(BIN)/python -m tests.bench.full_size
 
-# The long forms of the kill, churn and fuzz tests: about an hour, and three GiB of memory.
+# The long forms of the kill and churn tests: 200 daemons and 200 ranks killed, 64 clients for five minutes beside a
+# daemon that restarts. About an hour, and three GiB of memory; ENGRAM_SEED=n for other moments.
 soak: .venv/installed
 	ENGRAM_SOAK=1 $(BIN)/python -m pytest tests/system/test_kill.py tests/system/test_cuts.py
 

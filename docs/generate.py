@@ -1,7 +1,7 @@
 """Makes docs/configuration.md and docs/errors.md from the code: `python docs/generate.py [--check]`.
 
 What a key means is its docstring in engram_server/config.py; what an error says is its template in
-engram_client/errors.py. --check writes nothing and exits 1 when a file is not what would be made.
+engram_client/errors/. --check writes nothing and exits 1 when a file is not what would be made.
 """
 
 from __future__ import annotations

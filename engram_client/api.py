@@ -223,7 +223,8 @@ class Connect(Protocol):
         group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size. Where the
         daemon reads across nodes (peer_read with nnodes over 1), connect is itself a collective of it: ranks
         exchange FABRIC handles, each waits for all as long as the group's timeout, and all raise if one fails.
-        timeout: seconds to wait for the socket and for the tables; 0 fails at once.
+        timeout: seconds to wait for the socket, for the successor of a daemon that drains, and for the tables; 0 fails
+            at once.
         layers: backbone layer ids to map; None = all.
         identity: tables demanded, by layer id: a TableIdentity, or the root's 32 hex digits.
         strict: invalid ids raise InvalidIds instead of giving zero rows.

@@ -22,10 +22,11 @@ from engram_client.errors import (
     ForkedClient,
     IdsShapeInvalid,
     RankInvalid,
+    ServerDraining,
     TransferCut,
     UnknownLayer,
 )
-from engram_client.handover import REPLY_LEAST_S, HandoverConnection
+from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_end
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
@@ -107,9 +108,7 @@ def _open(
     deadline = started + timeout
     sockets = handover_path(endpoint, handover)
     with contextlib.ExitStack() as undo:
-        lease = undo.enter_context(HandoverConnection.open(sockets, timeout))
-        control = undo.enter_context(ControlConnection(endpoint, lease))
-        attached = _attach(control, lease, request, deadline, timeout, on_progress)
+        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
         together = nodes.expect(attached.options, ordinal)
         with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
@@ -173,6 +172,34 @@ def _printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")[:64]
 
 
+def _obtain(
+    undo: contextlib.ExitStack,
+    endpoint: str,
+    sockets: str,
+    request: Attach,
+    deadline: float,
+    timeout: float,
+    on_progress: Callable[[Progress], None] | None,
+) -> tuple[HandoverConnection, ControlConnection, Attached]:
+    """What a daemon answers; the connections belong to `undo`. One that drains is about to be replaced: while
+    there is time, its successor is waited for."""
+    left = timeout
+    while True:
+        with contextlib.ExitStack() as attempt:
+            lease = None
+            try:
+                lease = attempt.enter_context(HandoverConnection.open(sockets, left))
+                control = attempt.enter_context(ControlConnection(endpoint, lease))
+                attached = _attach(control, lease, request, deadline, timeout, on_progress)
+                undo.enter_context(attempt.pop_all())
+                return lease, control, attached
+            except ServerDraining:
+                wait_for_end(lease, deadline)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+
+
 def _attach(
     control: ControlConnection,
     lease: HandoverConnection,
@@ -185,7 +212,7 @@ def _attach(
     for reply in control.request(request, left, "waiting for the tables"):
         if isinstance(reply, Attached):
             if reply.epoch != lease.epoch:
-                raise TransferCut(doing="attaching (the daemon was replaced meanwhile)")
+                raise lease.last_error() or TransferCut(doing="attaching (the daemon was replaced meanwhile)")
             return reply
         if isinstance(reply, Progress) and on_progress is not None:
             on_progress(reply)
@@ -281,7 +308,9 @@ class MappedClient:
         local: LocalRows
         meter = self._reporter.meter(info.geometry.layer_id)
         if self._gpu is not None:
-            local, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+            gpu_rows, whole = self._gpu.rows(info, cast("Mapping[str, GpuMapping]", self._mappings))
+            gpu_rows.on_wait = meter.waited
+            local = gpu_rows
         else:
             (part,) = info.segments
             view = cast("CpuMapping", self._mappings[part.id]).view

@@ -67,8 +67,8 @@ class HandoverConnection:
         """Connects to `path` and reads the greeting; while `timeout` seconds last, a socket that is not there
         yet, or that nobody serves yet, is tried again.
 
-        Raises NoServer, ServerRefused, AccessDenied, ConnectTimeout, TransferCut, ProtocolMismatch or
-        MalformedMessage.
+        Raises NoServer, ServerRefused, AccessDenied, ConnectTimeout, TransferCut, ProtocolMismatch,
+        MalformedMessage, or what a daemon that takes no more clients says instead of a greeting.
         """
         deadline = time.monotonic() + timeout
         pause = _RETRY_FIRST_S
@@ -194,6 +194,18 @@ class HandoverConnection:
         except BaseException:
             _close_all(list(received.values()))
             raise
+
+
+def wait_for_end(connection: HandoverConnection | None, deadline: float) -> None:
+    """Until the daemon has closed its end, which it does when it has drained, or until `deadline`. Without a
+    connection (it was refused instead of greeted) a moment, so that asking again is not a busy loop."""
+    poller = select.poll()
+    longest = deadline
+    if connection is not None and not connection.closed:
+        poller.register(connection, 0)
+    else:
+        longest = min(deadline, time.monotonic() + _RETRY_LAST_S)
+    poller.poll(milliseconds_until(longest))
 
 
 def milliseconds_until(deadline: float) -> int:

@@ -25,7 +25,8 @@ from engram_server.keep import NAMED, Kept
 from engram_server.load_job import LoadResult, PieceDigest
 from engram_server.manifest import Manifest
 from engram_server.plan import Plan
-from engram_server.segments import Segment, adopt_segment
+from engram_server.segments import Segment, adopt_segment, discard_all
+from engram_server.worker import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -161,20 +162,20 @@ async def spot_check(adoption: Adoption, threads: int) -> None:
         return
     few = checker.a_few(adoption.result.pieces)
     checked = await checker.check(segments, few, threads=threads, gentle=False)
-    drop_damaged(adoption, [failed.error() for failed in checked.damage])
+    await in_thread(discard_all, drop_damaged(adoption, [failed.error() for failed in checked.damage]))
     log.info("digests of %d bytes are as loaded (%.2f s); the rest follows", checked.nbytes, checked.seconds)
 
 
-def drop_damaged(adoption: Adoption, damage: Sequence[EngramError]) -> None:
+def drop_damaged(adoption: Adoption, damage: Sequence[EngramError]) -> list[Segment]:
+    """The segments of tables with damage leave `adoption`; they are the caller's to discard."""
     named = {error.segment for error in damage if isinstance(error, DigestMismatch)}
     for error in damage:
         log.error("not taken over: %s", error)
     layers = {segment.info.layer_id for segment in adoption.segments if segment.info.id in named}
-    for segment in adoption.segments:
-        if segment.info.layer_id in layers:
-            segment.discard()
+    dropped = [segment for segment in adoption.segments if segment.info.layer_id in layers]
     adoption.segments = [segment for segment in adoption.segments if segment.info.layer_id not in layers]
     adoption.missing = (*adoption.missing, *sorted(layers))
+    return dropped
 
 
 def release(adoption: Adoption) -> None:

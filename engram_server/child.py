@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engram_client.errors import LoaderDied
+from engram_server.worker import to_the_end
 
 _PACKAGES = Path(__file__).resolve().parent.parent
 
@@ -34,7 +35,7 @@ async def start(module: str, fds: Sequence[int]) -> tuple[asyncio.subprocess.Pro
             *(sys.executable, "-P", "-m", module, str(theirs.fileno())),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *fds),
-            env=_environment(),
+            env=environment(),
             start_new_session=True,  # Ctrl-C reaches the whole group; the daemon alone decides what it means
         )
     except OSError as error:  # no process, no memory for one, no interpreter
@@ -60,18 +61,10 @@ async def reap(child: asyncio.subprocess.Process) -> None:
     if child.returncode is None:
         with suppress(ProcessLookupError):
             child.kill()
-    waiting = asyncio.ensure_future(child.wait())
-    cancelled = False
-    while not waiting.done():
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
+    await to_the_end(child.wait())
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, and where these packages are when they are not installed. (-P keeps the working folder, which
     anyone may have written to, out of the child's path.)"""
     environment = dict(os.environ)

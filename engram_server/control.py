@@ -29,6 +29,7 @@ from engram_client.protocol import (
 )
 from engram_server.config import ControlConfig
 from engram_server.sockets import private_bind
+from engram_server.tally import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,20 @@ class Asker:
 
 
 class Control:
-    """Serves the control endpoint. `handle(asker, request)` returns the reply, or None to reply later."""
+    """Serves the control endpoint. `handle(asker, request)` returns the reply, or None to reply later.
 
-    def __init__(self, path: str, control: ControlConfig, handle: Callable[[Asker, Request], Reply | None]) -> None:
+    on_refused: hears which request, by name, was answered with which error that `handle` raised.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        control: ControlConfig,
+        handle: Callable[[Asker, Request], Reply | None],
+        on_refused: Callable[[str, EngramError], None] = lambda request, error: None,
+    ) -> None:
         self._handle = handle
+        self._on_refused = on_refused
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -92,19 +103,17 @@ class Control:
 
     def _answer(self, frames: list[bytes]) -> tuple[Asker, Reply | None]:
         asker = Asker(frames[0], request_id_of(frames[1]) if len(frames) == 2 else 0)
+        name = UNREADABLE
         try:
             if len(frames) != 2:
                 raise MalformedMessage(problem=f"{len(frames) - 1} frames instead of one")
             request: Request = decode(frames[1], Request, limit=MAX_REQUEST_BYTES)[1]
+            name = str(request.__struct_config__.tag)
             return asker, self._handle(asker, request)
-        except ProtocolMismatch as error:
-            return asker, Failed.of(ProtocolMismatch(client=error.server, server=error.client))
-        except EngramError as error:
-            log.info("refused a request: %s", error)
-            return asker, Failed.of(error)
-        except Exception as error:  # a bug of ours must cost one request, not the tables of the node
-            log.exception("a request failed")
-            return asker, Failed.of(InternalError(doing="answering a request", problem=repr(error)[:500]))
+        except Exception as error:
+            refusal = _refusal(error)
+            self._on_refused(name, refusal)
+            return asker, Failed.of(refusal)
 
     async def send(self, asker: Asker, reply: Reply) -> bool:
         """Sends at once or drops. False when the asker is gone for good."""
@@ -113,6 +122,18 @@ class Control:
         except zmq.ZMQError as error:
             return error.errno != zmq.EHOSTUNREACH
         return True
+
+
+def _refusal(error: Exception) -> EngramError:
+    """What the asker is told."""
+    if isinstance(error, ProtocolMismatch):
+        return ProtocolMismatch(client=error.server, server=error.client)
+    if isinstance(error, EngramError):
+        log.info("refused a request: %s", error)
+        return error
+    # a bug of ours must cost one request, not the tables of the node
+    log.error("a request failed", exc_info=error)
+    return InternalError(doing="answering a request", problem=repr(error)[:500])
 
 
 def _frame(reply: Reply, request_id: int) -> bytes:

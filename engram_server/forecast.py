@@ -9,6 +9,8 @@ neither. Uses what the loader child uses, so the daemon never imports this.
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,7 @@ import msgspec
 from engram_client.layout import BLOCK_ROWS, ROW_BYTES, Shard
 from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import Backing, SegmentInfo
+from engram_server import child
 from engram_server.fill import Digests, DummySource, FileSource, HostTarget, fill
 from engram_server.load_job import LoadJob
 from engram_server.plan import THP_BYTES, HugePages, Plan
@@ -31,8 +34,6 @@ READ_S = 0.4
 PART_BYTES = 4 << 20
 PARTS_A_THREAD = 4
 """Parts that a thread fills in a turn: few enough to end in time on a slow disk, enough to hide its start."""
-START_S = 0.4
-"""The loader's interpreter and its imports."""
 REGISTER_BYTES_PER_S = 36e9
 """How fast one rank makes host memory readable for its GPU: 48 GiB were measured to take 1.3 s."""
 DRIVER_ZEROES_PER_S = 3e9
@@ -55,7 +56,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Rows read, digested (for host memory) and stored by all threads."""
     populate_bytes_per_second: float | None
     """None: GPU memory, which takes no time worth naming."""
+    start_seconds: float
+    """Until the loader has imported what it needs: most of the load of a small table."""
     load_seconds: float
+    """As LoadReport.seconds counts them."""
     attach_seconds: float
     """A rank's connect() against a daemon that is ready; without a GPU milliseconds at any size."""
 
@@ -68,6 +72,7 @@ def measure(job: LoadJob, plan: Plan, available: int, gpu_count: int) -> Forecas
     direct = bool(job.values) and (job.direct_io == "on" or (job.direct_io == "auto" and not cached))
     # What somebody else has put into the page cache stays there.
     job = msgspec.structs.replace(job, drop_cache=not cached)
+    starting = _start_time()
     reading = _read_rate(job, direct) if job.values else None
     populating = _allocation_rate(job, plan, available // 4)
     filling, verifying = _fill_rates(job, plan, direct)
@@ -79,12 +84,25 @@ def measure(job: LoadJob, plan: Plan, available: int, gpu_count: int) -> Forecas
         threads=job.threads,
         fill_bytes_per_second=filling,
         populate_bytes_per_second=populating,
-        load_seconds=START_S
+        start_seconds=starting,
+        load_seconds=starting
         + (plan.needed_bytes / populating if populating else 0)
         + total / filling
         + _verified_bytes(job, plan) / verifying,
         attach_seconds=ATTACH_S + (total / REGISTER_BYTES_PER_S if gpu_count else 0),
     )
+
+
+def _start_time() -> float:
+    """Seconds of a fresh interpreter that imports what the loader child imports, and does nothing."""
+    started = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-P", "-c", "import engram_server.load_child"],
+        stdin=subprocess.DEVNULL,
+        env=child.environment(),
+        check=False,
+    )
+    return _since(started)
 
 
 def _verified_bytes(job: LoadJob, plan: Plan) -> int:

@@ -43,6 +43,8 @@ from engram_client.protocol import (
 )
 from engram_server.config import ControlConfig
 from engram_server.leases import Grant, Lease, Leases, Peer
+from engram_server.sockets import LISTEN_BACKLOG
+from engram_server.tally import CONNECT, UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,8 @@ _MOST_GROUPS = 256
 
 class Handover:
     """Serves `listener` until `close`. `descriptor_of(segment_id)` gives the O_RDONLY descriptor to send,
-    `handles_of(grant)` what the holder of a lease may hand to ranks of other nodes."""
+    `handles_of(grant)` what the holder of a lease may hand to ranks of other nodes; `on_refused` hears which
+    request, by name, was answered with which error."""
 
     def __init__(
         self,
@@ -68,8 +71,10 @@ class Handover:
         leases: Leases,
         descriptor_of: Callable[[str], int],
         handles_of: Callable[[Grant], tuple[FabricHandle, ...]],
+        on_refused: Callable[[str, EngramError], None] = lambda request, error: None,
     ) -> None:
         self._listener = listener
+        self.on_refused = on_refused
         self._path = listener.getsockname()
         self._uids = frozenset(control.uids)
         self._gids = frozenset(control.gids)
@@ -84,24 +89,32 @@ class Handover:
     def __repr__(self) -> str:
         return f"<Handover {self._path}: {len(self._connections)} connections>"
 
-    def close(self) -> None:
+    def close(self, farewell: EngramError | None = None) -> None:
+        """Ends all connections. Peers that hold no lease, those not accepted yet among them, are told `farewell`:
+        what they wait for will not come, and a bare end would look like a crash."""
         if self._listener.fileno() >= 0:
+            for _ in range(LISTEN_BACKLOG if farewell is not None else 0):
+                if not self._accept():
+                    break
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
         for connection in list(self._connections):
+            if farewell is not None and connection.lease is None:
+                connection.send(Failed.of(farewell))
             connection.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Whether somebody was there."""
         try:
             peer_socket, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
+            return False
         except OSError as error:  # mostly EMFILE
             # The listener stays readable, so the loop would spin: leave it alone for a moment.
             log.warning("cannot accept a client: %s; raise the daemon's limit of open files", error.strerror)
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
-            return
+            return False
         peer_socket.setblocking(False)
         raw = peer_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         peer = Peer(*_PEERCRED.unpack(raw))
@@ -111,10 +124,12 @@ class Handover:
             self._admit(peer, peer_socket)
         except EngramError as error:
             log.warning("refused a client: %s", error)
+            self.on_refused(CONNECT, error)
             connection.send(Failed.of(error))
             connection.close()
-            return
+            return True
         connection.greet(self._epoch)
+        return True
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:
@@ -214,19 +229,24 @@ class _Connection:
         if not frame:
             self.close()
             return
+        name = UNREADABLE
         try:
             if flags & socket.MSG_TRUNC or ancillary:
                 raise MalformedMessage(problem="the message is too long, or came with descriptors")
             request: HandoverRequest = decode(frame, HandoverRequest, limit=MAX_HANDOVER_BYTES)[1]
+            name = str(request.__struct_config__.tag)
             self._obey(request)
         except EngramError as error:
             log.warning("pid %d on the descriptor socket: %s", self._peer.pid, error)
-            self.send(Failed.of(error))
-            self.close()
+            self._refuse(name, error)
         except Exception as error:  # a bug of ours costs this peer its connection; the loop would only log it
             log.exception("the descriptor socket failed pid %d", self._peer.pid)
-            self.send(Failed.of(InternalError(doing="handing descriptors out", problem=repr(error)[:500])))
-            self.close()
+            self._refuse(name, InternalError(doing="handing descriptors out", problem=repr(error)[:500]))
+
+    def _refuse(self, request: str, error: EngramError) -> None:
+        self._owner.on_refused(request, error)
+        self.send(Failed.of(error))
+        self.close()
 
     @property
     def lease(self) -> Lease | None:

@@ -23,7 +23,8 @@ from engram_server.load_job import LoadResult, make_job
 from engram_server.machine import Machine
 from engram_server.manifest import MANIFEST_VERSION, Manifest
 from engram_server.plan import Plan, make_plan
-from engram_server.segments import Segment
+from engram_server.segments import Segment, discard_all
+from engram_server.worker import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,16 @@ class Holding:
         for table in self.tables:
             log.info("layer %d: %d rows, root %s", table.geometry.layer_id, table.geometry.rows, table.identity.root)
 
-    def give_up(self) -> None:
-        """Closes the segments; what is not kept for the next daemon is gone with them."""
+    async def give_up(self) -> None:
+        """Closes the segments; what is not kept for the next daemon is gone with them when this returns."""
+        await in_thread(self._close_all if self._keeper.kept else self._discard_all)
+
+    def _close_all(self) -> None:
         for segment in self.segments.values():
-            if self._keeper.kept:
-                segment.close()
-            else:
-                segment.discard()
+            segment.close()
+
+    def _discard_all(self) -> None:
+        discard_all(self.segments.values())
 
     @property
     def damaged(self) -> frozenset[str]:
@@ -100,12 +104,13 @@ class Holding:
 
     async def _adopt(self) -> adopt.Adoption | None:
         """What an earlier daemon left and this one may serve; its segments are ours then. Sets the plan."""
-        kept = await asyncio.to_thread(self._keeper.find)
+        # To its end even when stopped: it removes names, which the next daemon may take as soon as this one is gone.
+        kept = await in_thread(self._keeper.find)
         if kept is None:
             return None
         adoption: adopt.Adoption | None = None
         try:
-            adoption = await asyncio.to_thread(adopt.take, kept, self._config, self._tag)
+            adoption = await in_thread(adopt.take, kept, self._config, self._tag)
             checking = asyncio.ensure_future(adopt.spot_check(adoption, self._threads))
             try:
                 plan = await asyncio.to_thread(self._plan_for, kept.manifest)
@@ -117,19 +122,19 @@ class Holding:
         except (AdoptError, MapFailed, LoaderDied) as error:
             log.warning("%s: %s", error.code, error)
             if adoption is not None:
-                adopt.release(adoption)
+                await in_thread(adopt.release, adoption)
             # A checkpoint that cannot be loaded ends the daemon here, with what was kept still in place.
             await asyncio.to_thread(preflight.read_source, self._config)
-            self._keeper.forget(kept.manifest.folder)
+            await in_thread(self._keeper.forget, kept.manifest.folder)
             return None
         except BaseException:  # stopped, or the configuration is refused: what is kept stays
             if adoption is not None:
-                adopt.release(adoption)
+                await in_thread(adopt.release, adoption)
             raise
         self._accept(plan)
         self.segments = {segment.info.id: segment for segment in adoption.segments}
         if adoption.missing:
-            self._keeper.forget(kept.manifest.folder, list(self.segments))
+            await in_thread(self._keeper.forget, kept.manifest.folder, list(self.segments))
         return adoption
 
     def _plan_for(self, manifest: Manifest) -> Plan:

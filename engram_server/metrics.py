@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -28,7 +28,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     leases_granted: int
     attach_buckets: tuple[tuple[str, int], ...]
     attach_sum_s: float
-    refused: dict[str, int]
+    refused: dict[str, dict[str, int]]
+    """How often, by the request's name and the error's."""
     verified: dict[str, int]
     verified_at: float
 
@@ -40,10 +41,17 @@ class Snapshot(msgspec.Struct, frozen=True):
             leases_granted,
             tuple(tally.attach_s.cumulative()),
             tally.attach_s.total,
-            dict(tally.refused),
+            _nested(tally.refused),
             dict(tally.verified),
             tally.verified_at,
         )
+
+
+def _nested(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for (outer, inner), count in counts.items():
+        found.setdefault(outer, {})[inner] = count
+    return found
 
 
 class Metrics:
@@ -130,9 +138,10 @@ def _clients(now: Snapshot) -> Iterator[Metric]:
         buckets=list(now.attach_buckets),
         sum_value=now.attach_sum_s,
     )
-    refused = CounterMetricFamily("engram_refused", "Requests answered with an error", labels=["code"])
-    for code, count in now.refused.items():
-        refused.add_metric([code], count)
+    refused = CounterMetricFamily("engram_refused", "Requests answered with an error", labels=["request", "code"])
+    for request, errors in now.refused.items():
+        for code, count in errors.items():
+            refused.add_metric([request, code], count)
     yield refused
 
 

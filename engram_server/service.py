@@ -31,7 +31,6 @@ from engram_client.protocol import (
     Done,
     Drain,
     Evict,
-    FabricHandle,
     Failed,
     LoadProgress,
     Progress,
@@ -55,7 +54,7 @@ from engram_server.fdstore import ServiceManager
 from engram_server.handover import Handover
 from engram_server.holding import Holding
 from engram_server.keep import Keeper
-from engram_server.leases import Grant, Leases
+from engram_server.leases import Leases
 from engram_server.progress import ProgressDisplay
 from engram_server.sockets import EndpointLock, listen_for_handover
 from engram_server.tally import Tally
@@ -126,9 +125,11 @@ class Service:
                 self._epoch,
                 self._leases,
                 lambda name: self._holding.segments[name].readable_fd,
-                self._exported,
+                lambda grant: self._holding.exports.granted(grant),
+                self._tally.count_refused,
             )
-            self._control = Control(self._lock.control_path, self._config.control, self._handle)
+            refused = self._tally.count_refused
+            self._control = Control(self._lock.control_path, self._config.control, self._handle, refused)
             self._http = self._listen_for_http()
             if await self._until_stopped(self._bring_up()):
                 await self._serve()
@@ -138,8 +139,8 @@ class Service:
             await self._fail(error)
             raise
         finally:
-            watchdog.cancel()
             await self._tear_down()
+            watchdog.cancel()  # last: freeing memory may take longer than the manager waits for a sign of life
 
     async def _show_life(self) -> None:
         """Tells the service manager, twice in each of its intervals, that this loop turns."""
@@ -279,15 +280,7 @@ class Service:
                 self._holding.damaged,
             )
         except EngramError as error:
-            self._tally.refused[error.code] += 1
-            return Failed.of(error)
-
-    def _exported(self, grant: Grant) -> tuple[FabricHandle, ...]:
-        try:
-            return self._holding.exports.granted(grant)
-        except EngramError as error:
-            self._tally.refused[error.code] += 1
-            raise
+            return self._refused(error)
 
     def _status(self) -> StatusReply:
         holding, plan, result = self._holding, self._holding.plan, self._holding.result
@@ -319,6 +312,11 @@ class Service:
         self._state = state.follow(self._state, reached)
         log.debug("state: %s", self._state)
 
+    def _refused(self, error: EngramError) -> Failed:
+        """The answer to an attach, where the control socket does not see the error itself."""
+        self._tally.count_refused("attach", error)
+        return Failed.of(error)
+
     # Telling those who wait
 
     def _take_waiting(self) -> list[tuple[Asker, Attach]]:
@@ -345,7 +343,7 @@ class Service:
         self._manager.stopping()
         log.info("draining: %s", self._leases)
         for asker, _ in self._take_waiting():
-            await self._reply(asker, Failed.of(ServerDraining()))
+            await self._reply(asker, self._refused(ServerDraining()))
         deadline = time.monotonic() + DRAIN_LIMIT_S
         while self._leases.open_tickets and time.monotonic() < deadline and not self._stop_now.is_set():
             with contextlib.suppress(TimeoutError):
@@ -357,7 +355,7 @@ class Service:
         )
         self._state = State.FAILED
         for asker, _ in self._take_waiting():
-            await self._reply(asker, Failed.of(self._load_failed()))
+            await self._reply(asker, self._refused(self._load_failed()))
 
     def _load_failed(self) -> LoadFailed:
         failure = self._failure
@@ -370,6 +368,6 @@ class Service:
         if self._control is not None:
             await self._control.close()
         if self._handover is not None:
-            self._handover.close()
-        self._holding.give_up()
+            self._handover.close(self._load_failed() if self._failure else ServerDraining())
+        await self._holding.give_up()
         self._lock.release()

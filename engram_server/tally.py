@@ -7,7 +7,15 @@ import time
 from collections import Counter
 from typing import Final
 
+from engram_client.errors import EngramError
+
 ATTACH_BUCKETS_S: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+CONNECT: Final = "connect"
+"""For a peer that is turned away at the descriptor socket before it has asked for anything."""
+UNREADABLE: Final = "unreadable"
+"""For what is no request, or none of this version."""
 
 
 class Histogram:
@@ -39,8 +47,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.attach_s = Histogram(ATTACH_BUCKETS_S)
-        self.refused: Counter[str] = Counter()
-        """Requests answered with an error, by its code."""
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """Requests answered with an error, by the request's name and the error's: few of each, whatever comes."""
         self.verified: Counter[str] = Counter()
         """Verifications by result, `ok` or `failed`."""
         self.verified_at = 0.0
@@ -48,6 +56,10 @@ class Tally:
 
     def __repr__(self) -> str:
         return f"<Tally: {self.attach_s!r}, refused {dict(self.refused)}, verified {dict(self.verified)}>"
+
+    def count_refused(self, request: str, error: EngramError) -> None:
+        """request: a message's name, CONNECT or UNREADABLE."""
+        self.refused[request, error.code] += 1
 
     def count_verified(self, ok: bool) -> None:
         self.verified["ok" if ok else "failed"] += 1

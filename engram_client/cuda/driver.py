@@ -169,6 +169,19 @@ class Driver(Protocol):
 
     def stream_synchronize(self, stream: int) -> None: ...
 
+    def stream_captured(self, stream: int) -> bool:
+        """Whether a graph is being captured from it; True, too, where the driver does not tell."""
+        ...
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """What comes on the stream waits for the work before the event; this call does not."""
+        ...
+
+    def event_done(self, event: int) -> bool | None:
+        """Whether the work before the event has ended; None where the driver does not tell. Never of an event recorded
+        in a capture that goes on: asking would end the capture. Those of other streams and threads are left alone."""
+        ...
+
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """From registered host memory; `source` may be reused after `stream_synchronize`."""
         ...

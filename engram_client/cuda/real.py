@@ -54,6 +54,12 @@ class RealDriver:
             Space.HOST_NUMA: spaces.CU_MEM_LOCATION_TYPE_HOST_NUMA,
         }
         self._launch = driver.cuLaunchKernel
+        self._is_capturing = driver.cuStreamIsCapturing
+        self._wait_event = driver.cuStreamWaitEvent
+        self._query = driver.cuEventQuery
+        self._not_ready = driver.CUresult.CUDA_ERROR_NOT_READY
+        self._exchange_mode = driver.cuThreadExchangeStreamCaptureMode
+        self._relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def __repr__(self) -> str:
         return f"<RealDriver {self.version()}, {self.device_count()} devices>"
@@ -248,6 +254,27 @@ class RealDriver:
 
     def stream_synchronize(self, stream: int) -> None:
         self._call("cuStreamSynchronize", stream)
+
+    def stream_captured(self, stream: int) -> bool:
+        code, status = self._is_capturing(stream)
+        return bool(code or status)  # 0 is: no error, not captured
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        (code,) = self._wait_event(stream, event, 0)
+        if code:
+            self._check("cuStreamWaitEvent", code)
+
+    def event_done(self, event: int) -> bool | None:
+        # While any thread captures in the mode that is torch's default, this question would end its capture, unless
+        # the thread that asks is in the relaxed mode.
+        code, mode = self._exchange_mode(self._relaxed)
+        if code:
+            return None
+        (code,) = self._query(event)
+        self._exchange_mode(mode)
+        if not code:
+            return True
+        return False if code == self._not_ready else None
 
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyHtoDAsync", target, source, nbytes, stream)

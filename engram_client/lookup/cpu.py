@@ -58,8 +58,7 @@ class SegmentRows:
         self._starts = np.array(geometry.column_starts, np.int64)
         self._under_way: set[Future[Found]] = set()
         self.on_wait: Callable[[bool], None] = lambda was_ready: None
-        """Hears, when a lookup that was begun is waited for, whether it was over. (A GPU's stream does the
-        waiting itself, and tells nobody.)"""
+        """Hears, when a lookup that was begun is waited for, whether it was over."""
 
     def close(self) -> None:
         """Gives the buffer back, so that its owner can unmap it, when the lookups that were begun are over.

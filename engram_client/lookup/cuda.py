@@ -66,6 +66,9 @@ class GpuRows:
         self._side = side
         self._starts = torch.tensor(geometry.column_starts, dtype=torch.int64, device=self.device)
         self._done = side.event()
+        self.on_wait: Callable[[bool], None] = lambda was_ready: None
+        """Hears, when a prefetch is waited for, whether it was over: not of those in a captured graph, whose waits
+        the GPU does by itself."""
         self._workspaces = Workspaces(self.device)
         self._buffer = PrefetchBuffer(self.device)
         self._known: dict[tuple[object, ...], FixedGather] = {}
@@ -200,11 +203,37 @@ class GpuRows:
         in_use: list[Tensor] = [flat]
 
         def finish() -> Found:
-            self._side.current_waits(self._done)
+            was_ready = self._was_ready()
+            if was_ready is not None:
+                self.on_wait(was_ready)
+            if not was_ready:
+                self._wait()
             in_use.clear()
             return Found(rows, _NOTHING)
 
         return finish
+
+    def _wait(self) -> None:
+        """Makes the current stream wait for the prefetch begun last. The driver's call: torch's, with an object for the
+        stream, takes some times as long."""
+        ordinal, driver = self.kernels.ordinal, self.kernels.driver
+        if not runtime.is_current(ordinal):
+            with runtime.current(ordinal):  # the default stream's handle is the same on every GPU
+                return self._wait()
+        stream, event = runtime.current_stream(ordinal), self._done.cuda_event
+        try:
+            driver.stream_wait(stream, event)
+        except CudaCallFailed as error:
+            with _context_after(error, self.kernels):
+                driver.stream_wait(stream, event)
+
+    def _was_ready(self) -> bool | None:
+        """Whether the prefetch begun last is over; None in a capture. Then what is enqueued from now on finds its rows,
+        and the wait can be left out."""
+        driver = self.kernels.driver
+        if driver.stream_captured(self._side.handle):
+            return None
+        return driver.event_done(self._done.cuda_event)
 
     # Launches
 

@@ -63,6 +63,3 @@ class SideStream:
 
     def record(self, event: torch.cuda.Event) -> None:
         event.record(self._stream)
-
-    def current_waits(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._ordinal).wait_event(event)

@@ -9,7 +9,7 @@ cuda_device.py GPU memory; both over vmm.py
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from engram_server.segments.file import FileSegment
 from engram_server.segments.memfd import MemfdSegment
 from engram_server.segments.posix_shm import SHM_FOLDER, PosixShmSegment
 
-__all__ = ["Segment", "adopt_segment", "create_segments", "remove_stale"]
+__all__ = ["Segment", "adopt_segment", "create_segments", "discard_all", "remove_stale"]
 
 
 def create_segments(plan: Plan, tag: str, infos: Sequence[SegmentInfo] | None = None) -> list[Segment]:
@@ -37,10 +37,15 @@ def create_segments(plan: Plan, tag: str, infos: Sequence[SegmentInfo] | None = 
         for info in plan.segments if infos is None else infos:
             segments.append(_create(plan, info, tag))
     except BaseException:
-        for segment in segments:
-            segment.discard()
+        discard_all(segments)
         raise
     return segments
+
+
+def discard_all(segments: Iterable[Segment]) -> None:
+    """Frees what no reader maps, which takes seconds where it is large: not on the event loop."""
+    for segment in segments:
+        segment.discard()
 
 
 def _create(plan: Plan, info: SegmentInfo, tag: str) -> Segment:

@@ -262,6 +262,42 @@ def test_a_slow_second_prefetch_does_not_hold_the_first_layers_consumer(host_tab
         assert np.array_equal(bits(second.wait()), reference.rows(14, ids.cpu().numpy()).view(np.int16))
 
 
+def test_prefetches_are_counted_as_hits_or_late_without_a_wait_and_without_harm_to_a_capture_elsewhere(
+    host_table: Daemon,
+) -> None:
+    with connect(host_table.endpoint, rank=0, world_size=1, device="cuda:0") as client:
+        table = client.table(1)
+        ids = torch.arange(48, device="cuda").view(2, 24)
+        expected = table.lookup(ids).clone()
+        meter = client._reporter.meter(1)
+        side = client._gpu._side._stream  # type: ignore[union-attr]
+        table.prefetch(ids).wait()
+        torch.cuda.synchronize()
+        meter.prefetch_hits = meter.prefetch_late = 0
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000_000)
+        late = table.prefetch(ids)
+        late.wait()
+        assert (meter.prefetch_hits, meter.prefetch_late) == (0, 1)
+        in_time = table.prefetch(ids)
+        torch.cuda.synchronize()
+        graph, static = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+        rows: list[torch.Tensor] = []
+        with torch.cuda.graph(graph):  # in the mode that forbids much to all threads
+            static += 1
+            other = threading.Thread(target=lambda: rows.append(in_time.wait()))
+            other.start()
+            other.join()
+            static += 1
+        graph.replay()
+        assert static.eq(2).all()
+        assert torch.equal(rows[0].view(torch.int16), expected.view(torch.int16))
+        assert (meter.prefetch_hits, meter.prefetch_late) == (1, 1)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            table.prefetch(ids).wait()
+        assert (meter.prefetch_hits, meter.prefetch_late) == (1, 1), "a graph's waits are its own"
+
+
 # Use
 
 

@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from engram_client.cuda.driver import CopyCalls, Location
 from engram_client.errors import CudaCallFailed
@@ -94,6 +94,27 @@ class FakeDriver(FakeVmm):
         if stream not in self._streams:
             raise fail("cuStreamSynchronize", "INVALID_HANDLE")
         self._finish_copies(stream)
+
+    waits = 0
+    """How often a stream was made to wait."""
+    captured: ClassVar[set[int]] = set()
+    """Streams from which a graph is being captured: a test's to set."""
+    late: ClassVar[set[int]] = set()
+    """Events whose work has not ended; -1 for all of them."""
+
+    @driver_call("cuStreamIsCapturing")
+    def stream_captured(self, stream: int) -> bool:
+        return stream in self.captured
+
+    @driver_call("cuStreamWaitEvent")
+    def stream_wait(self, stream: int, event: int) -> None:
+        self.waits += 1
+
+    @driver_call("cuEventQuery")
+    def event_done(self, event: int) -> bool | None:
+        if self.captured:
+            raise fail("cuEventQuery", "STREAM_CAPTURE_INVALIDATED", "the capture is lost")
+        return event not in self.late and -1 not in self.late
 
     @driver_call("cuMemcpyHtoDAsync", context=True)
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:

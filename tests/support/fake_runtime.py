@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,8 +11,14 @@ from engram_client.cuda.access import cuda_driver
 from engram_client.lookup import runtime
 
 
+class FakeEvent:
+    def __init__(self, number: int) -> None:
+        self.cuda_event = number
+
+
 class FakeSide:
     handle = 7
+    _numbers = itertools.count(100)
 
     def __init__(self, ordinal: int) -> None:
         self.log: list[str] = []
@@ -22,14 +29,11 @@ class FakeSide:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def event(self) -> object:
-        return object()
+    def event(self) -> FakeEvent:
+        return FakeEvent(next(self._numbers))
 
     def record(self, event: object) -> None:
         self.log.append("record")
-
-    def current_waits(self, event: object) -> None:
-        self.log.append("wait")
 
 
 capturing = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engram_client.errors import RankInvalid
 from engram_client.identity import TableIdentity
 from engram_client.layout import RowFormat, TableGeometry, whole
 from engram_client.protocol import (
@@ -73,7 +74,8 @@ def status(state: State = State.READY, name: str = "engine", **changes: Any) -> 
 def snapshot(state: State = State.READY, name: str = "engine", **changes: Any) -> Snapshot:
     tally = Tally()
     tally.attach_s.observe(0.03)
-    tally.refused["RankInvalid"] += 2
+    for _ in range(2):
+        tally.count_refused("attach", RankInvalid(rank=2, world_size=1))
     tally.count_verified(ok=True)
     return Snapshot.of(
         status(state, name, **changes), LookupCounters(rows=48, invalid_ids=5, prefetch_late=1), 4, tally

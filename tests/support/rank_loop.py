@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,12 @@ def _ignore(progress: Progress) -> None:
 
 
 def _held() -> tuple[int, int]:
-    """Open descriptors, and bytes of private memory."""
+    """Open descriptors, and bytes of private memory, when the threads of clients that were closed have ended."""
     import gc
 
+    for thread in threading.enumerate():
+        if thread.name == "engram-lease":
+            thread.join(ATTACH_LIMIT_S)
     gc.collect()
     status = Path("/proc/self/status").read_text()
     anonymous = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))

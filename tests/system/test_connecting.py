@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from engram_client import connect
-from engram_client.control import query_status
+from engram_client.control import ControlConnection, query_status
 from engram_client.errors import (
     ClientClosed,
     ConnectTimeout,
@@ -30,13 +30,15 @@ from engram_client.errors import (
     NoServer,
     ProtocolMismatch,
     RankInvalid,
+    ServerDraining,
     ServerRefused,
     TpSizeMismatch,
     TransferCut,
     UnknownLayer,
 )
+from engram_client.handover import HandoverConnection
 from engram_client.identity import TableIdentity
-from engram_client.protocol import Greeting, encode
+from engram_client.protocol import Attach, Greeting, encode
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.reference import CheckpointReference
@@ -64,6 +66,33 @@ def test_a_client_that_comes_before_the_daemon_gets_its_tables(folder: Path, che
     with running(folder, config):
         early.join(60)
     assert result == [(1, 14)]
+
+
+def test_a_rank_that_meets_a_daemon_being_replaced_attaches_to_the_next_one(folder: Path, checkpoint: Path) -> None:
+    config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu", "replication": "per_node"}}
+    epochs: list[str] = []
+    with running(folder, config) as first, HandoverConnection.open(str(first.handover_path), 10) as waiting:
+        with ControlConnection(first.endpoint, waiting) as asking:
+            # A ticket that nobody redeems holds the drain up for seconds.
+            next(asking.request(Attach(rank=0, world_size=1, device="cpu", name="slow"), 10, "attaching"))
+        first.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: first.status().state == "draining", "draining")
+        with pytest.raises(ServerDraining):
+            connect(first.endpoint, rank=0, world_size=1, timeout=0)
+        draining = first.status().epoch
+
+        def attach() -> None:
+            with connect(first.endpoint, rank=0, world_size=1, timeout=60) as client:
+                epochs.append(query_status(first.endpoint).epoch)
+                assert client.server_alive
+
+        rank = threading.Thread(target=attach)
+        rank.start()
+        assert first.wait_for_exit() == 0
+        with running(folder, config) as second:
+            rank.join(60)
+            assert epochs == [second.status().epoch]
+    assert draining not in epochs
 
 
 def test_a_socket_that_nobody_serves_is_refused_not_believed(folder: Path, checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from engram_client import connect
+from engram_client.control import query_status
 from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.errors import (
     CountsInvalid,
@@ -216,6 +217,41 @@ def use_large_batches(rank: int, world_size: int, endpoint: str, checkpoint: str
 
 def test_a_capture_sorts_only_where_memory_is_there_already(host_table: Daemon, checkpoint: Path, folder: Path) -> None:
     run_ranks(1, use_large_batches, host_table.endpoint, str(checkpoint), str(folder / "calls.log"))
+
+
+def count_prefetches(rank: int, world_size: int, endpoint: str, checkpoint: str) -> None:
+    on_fake({"gpus": 2})
+    reference = CheckpointReference(Path(checkpoint))
+    ids = torch.arange(48).view(2, 24)
+    with connect(endpoint, rank=0, world_size=1, device="cuda:0", name="counted") as client:
+
+        def ask(layer: int) -> None:
+            rows = client.table(layer).prefetch(ids).wait()
+            assert np.array_equal(rows.view(torch.int16).numpy(), reference.rows(layer, ids.numpy()).view(np.int16))
+
+        side, driver = client._gpu._side, cuda_driver()  # type: ignore[union-attr]
+        assert isinstance(driver, FakeDriver)
+        for late, captured, layer in ((0, 0, 1), (1, 0, 1), (1, 0, 14), (0, 1, 14), (0, 0, 14), (1, 1, 1), (0, 0, 1)):
+            FakeDriver.late, FakeDriver.captured = {-1} if late else set(), {side.handle} if captured else set()
+            waits = driver.waits
+            ask(layer)
+            # Rows that are there need no wait; a captured graph needs it whenever it is replayed.
+            assert driver.waits - waits == (late or captured)
+        FakeDriver.late, FakeDriver.captured = set(), set()
+
+        def reported() -> tuple[int, int] | None:
+            client.table(1).lookup(ids)  # what makes a report leave
+            (lease,) = query_status(endpoint).leases
+            found = lease.lookups.prefetch_hits, lease.lookups.prefetch_late
+            return found if sum(found) >= 5 else None
+
+        assert wait_until(reported, "a report") == (3, 2)
+
+
+def test_prefetches_that_came_in_time_and_late_ones_are_counted_and_a_capture_is_never_asked(
+    host_table: Daemon, checkpoint: Path
+) -> None:
+    run_ranks(1, count_prefetches, host_table.endpoint, str(checkpoint))
 
 
 def compile_lookups(rank: int, world_size: int, endpoint: str, checkpoint: str) -> None:

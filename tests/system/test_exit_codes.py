@@ -21,7 +21,9 @@ from engram_client.errors import (
     EXIT_CONFIG,
     EXIT_OK,
     EXIT_RESOURCES,
+    ConnectTimeout,
     LoadFailed,
+    NoServer,
     ServerDraining,
 )
 from engram_client.protocol import State
@@ -230,15 +232,18 @@ def loading(folder: Path) -> tuple[Daemon, psutil.Process]:
     return daemon, loader
 
 
-def start_waiting_client(daemon: Daemon) -> subprocess.Popen[str]:
+def start_waiting_client(daemon: Daemon, timeout_s: float = 60) -> subprocess.Popen[str]:
     """A rank in a process of its own that waits for the tables and prints what it got."""
     program = (
         "import sys, engram_client\n"
         "def said(progress): print('progress', progress.state, flush=True)\n"
-        "try: engram_client.connect(sys.argv[1], rank=0, world_size=1, on_progress=said, timeout=60)\n"
+        "timeout = float(sys.argv[2])\n"
+        "try: engram_client.connect(sys.argv[1], rank=0, world_size=1, on_progress=said, timeout=timeout)\n"
         "except engram_client.EngramError as error: print(error.code, error.fields, flush=True)\n"
+        "else: print('attached', flush=True)\n"
     )
-    waiting = subprocess.Popen([sys.executable, "-c", program, daemon.endpoint], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", program, daemon.endpoint, str(timeout_s)]
+    waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "progress loading\n"
     return waiting
@@ -260,13 +265,30 @@ def test_a_loader_that_dies_wakes_waiting_clients_and_ends_the_daemon_with_3(fol
 
 
 def test_sigterm_during_a_load_ends_the_loader_and_exits_0(folder: Path) -> None:
+    """Who waits goes on waiting, now for the next daemon, and gets its tables."""
     daemon, loader = loading(folder)
     try:
         waiting = start_waiting_client(daemon)
         assert daemon.stop() == EXIT_OK
-        heard, _ = waiting.communicate(timeout=30)
-        assert ServerDraining.__name__ in heard
         assert not loader.is_running()
+        with running(folder, SLOW):
+            heard, _ = waiting.communicate(timeout=60)
+        assert heard.splitlines()[-1] == "attached"
+    finally:
+        daemon.kill()
+
+
+def test_a_rank_that_waits_for_a_daemon_that_drains_and_has_no_successor_says_what_it_lacks(folder: Path) -> None:
+    daemon, _ = loading(folder)
+    try:
+        waiting = start_waiting_client(daemon, timeout_s=3)
+        assert daemon.stop() == EXIT_OK
+        heard, _ = waiting.communicate(timeout=60)
+        assert heard.splitlines()[-1].split()[0] in (
+            NoServer.__name__,
+            ServerDraining.__name__,
+            ConnectTimeout.__name__,
+        )
     finally:
         daemon.kill()
 

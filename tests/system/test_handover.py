@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +13,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from engram_client.errors import InternalError, TransferCut
+from engram_client.errors import InternalError, ServerDraining, TransferCut
 from engram_client.handover import HandoverConnection
+from engram_client.protocol import MAX_HANDOVER_BYTES, Failed, Greeting, HandoverReply, decode
 from engram_server.config import ControlConfig
 from engram_server.exports import Exports
 from engram_server.handover import Handover
@@ -61,5 +64,30 @@ def test_a_redeem_after_the_daemons_end_is_a_cut_transfer(folder: Path) -> None:
             connection = await asyncio.to_thread(HandoverConnection.open, path, 10)
         with connection, pytest.raises(TransferCut):
             await asyncio.to_thread(connection.redeem, b"x" * 32, 10)
+
+    uvloop.run(serve())
+
+
+def test_who_knocks_while_the_daemon_ends_hears_why_and_who_holds_a_lease_just_sees_the_end(folder: Path) -> None:
+    path = str(folder / "handover")
+    leases = Leases(time.monotonic)
+
+    async def serve() -> None:
+        with open("/dev/null") as null, serving(path, leases, lambda name: null.fileno()) as handover:
+            greeted = await asyncio.to_thread(HandoverConnection.open, path, 10)
+            leased = await asyncio.to_thread(HandoverConnection.open, path, 10)
+            for fd in (await asyncio.to_thread(leased.redeem, leases.issue(GRANT), 10)).values():
+                os.close(fd)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as early, greeted, leased:
+                early.connect(path)  # accepted by the kernel; the loop does not turn before the end
+                handover.close(ServerDraining())
+                frame = early.recv(MAX_HANDOVER_BYTES)
+                said = [type(decode(frame, HandoverReply)[1])]
+                while frame := early.recv(MAX_HANDOVER_BYTES):
+                    said.append(type(decode(frame, HandoverReply)[1]))
+                assert said == [Greeting, Failed]
+                assert isinstance(greeted.last_error(), ServerDraining)
+                assert leased.last_error() is None
+                assert not leased.alive
 
     uvloop.run(serve())

@@ -174,7 +174,7 @@ def test_a_node_without_fabric_is_named_with_its_reason_on_all_ranks(folder: Pat
             assert (code, fields["node_rank"]) == ("FabricUnavailable", 1)
             assert "cuMemCreate answers CUDA_ERROR_NOT_PERMITTED" in fields["problem"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-            assert b'FabricUnavailable"} 2.0' in reply.read()
+            assert b'engram_refused_total{code="FabricUnavailable",request="export"} 2.0' in reply.read()
         for daemon in nodes.daemons:
             wait_until(lambda daemon=daemon: not daemon.status().leases, "the leases end")  # type: ignore[misc]
 

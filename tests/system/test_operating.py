@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,10 +17,30 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 import engram_client
-from engram_client.protocol import LogLevel
+from engram_client.protocol import (
+    MAX_HANDOVER_BYTES,
+    Attach,
+    Beat,
+    Drain,
+    Evict,
+    Export,
+    Failed,
+    Greeting,
+    HandoverReply,
+    LogLevel,
+    Redeem,
+    Reply,
+    Request,
+    SetLogLevel,
+    Status,
+    Verify,
+    decode,
+    encode,
+)
 from tests.support.daemon import Daemon, running, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -98,7 +119,71 @@ def test_counters_are_reported_while_a_client_works(watched: Daemon) -> None:
 def test_a_refusal_is_counted_by_its_error(watched: Daemon) -> None:
     with pytest.raises(engram_client.errors.UnknownLayer):
         engram_client.connect(watched.endpoint, rank=0, world_size=1, layers=[99])
-    assert metric(watched, "engram_refused_total", code="UnknownLayer") == 1
+    assert metric(watched, "engram_refused_total", request="attach", code="UnknownLayer") == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (Verify(permit=b"x" * 32), "NotPermitted"),
+        (Evict(permit=b"x" * 32, lease=1), "NotPermitted"),
+        (Drain(permit=b"x" * 32), "NotPermitted"),
+        (SetLogLevel(permit=b"x" * 32, level=LogLevel.DEBUG), "NotPermitted"),
+        (Attach(rank=3, world_size=2, device="cpu", name="x"), "RankInvalid"),
+        (None, "MalformedMessage"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_every_kind_of_request_on_the_control_socket_is_counted_when_it_is_refused(
+    watched: Daemon, request_: Request | None, code: str
+) -> None:
+    frame = encode(request_) if request_ is not None else b"\xc1"
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(watched.endpoint)
+        asking.send(frame)
+        assert asking.poll(30_000)
+        assert decode(asking.recv(), Reply)[1].code == code  # type: ignore[union-attr]
+    name = str(request_.__struct_config__.tag) if request_ is not None else "unreadable"
+    assert metric(watched, "engram_refused_total", request=name, code=code) == 1
+    assert metric(watched, "engram_refused_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (Redeem(ticket=b"x" * 32), "TicketInvalid"),
+        (Beat(), "NotAllowedNow"),
+        (Export(), "NotAllowedNow"),
+        (None, "MalformedMessage"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_every_kind_of_request_on_the_descriptor_socket_is_counted_when_it_is_refused(
+    watched: Daemon, request_: Redeem | Beat | Export | None, code: str
+) -> None:
+    frame = encode(request_) if request_ is not None else b"\xc1"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        asking.settimeout(30)
+        asking.connect(str(watched.handover_path))
+        assert isinstance(decode(asking.recv(MAX_HANDOVER_BYTES), HandoverReply)[1], Greeting)
+        asking.send(frame)
+        assert decode(asking.recv(MAX_HANDOVER_BYTES), HandoverReply)[1].code == code  # type: ignore[union-attr]
+    name = str(request_.__struct_config__.tag) if request_ is not None else "unreadable"
+    assert metric(watched, "engram_refused_total", request=name, code=code) == 1
+    assert metric(watched, "engram_refused_total") == 1
+
+
+def test_names_that_a_client_makes_up_are_no_labels(watched: Daemon) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(watched.endpoint)
+        for number in range(20):
+            asking.send(encode(Status()).replace(b"status", b"stat%02d" % number))
+            assert asking.poll(30_000)
+            assert isinstance(decode(asking.recv(), Reply)[1], Failed)
+    assert metric(watched, "engram_refused_total", request="unreadable") == 20
+    assert metric(watched, "engram_refused_total") == 20
 
 
 def test_a_client_survives_a_daemon_that_has_gone_and_still_closes(watched: Daemon) -> None:

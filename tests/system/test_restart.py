@@ -515,3 +515,36 @@ def test_a_successor_asks_the_gpus_again_only_if_its_configuration_does(
             assert asked == (devices is not None)
         finally:
             node.clean_up()
+
+
+HELD_UNLINK = """
+import sys
+if "engram_server.cli" in sys.orig_argv:
+    import engram_server.keep as keep
+    unlink = keep.remove_stale
+    def held(*arguments):
+        found = unlink(*arguments)
+        open({begun!r}, "w").close()
+        open({fifo!r}).close()  # until the test opens the other end
+        return found
+    keep.remove_stale = held
+"""
+
+
+def test_the_control_socket_answers_while_memory_that_nobody_wants_is_freed(folder: Path, checkpoint: Path) -> None:
+    """The kernel takes seconds for 94 GiB; here as long as the test wants."""
+    begun, fifo = folder / "begun", folder / "fifo"
+    os.mkfifo(fifo)
+    (folder / "sitecustomize.py").write_text(HELD_UNLINK.format(begun=str(begun), fifo=str(fifo)))
+    with node_of("posix_shm", folder, checkpoint) as node:
+        first, _ = node.start()
+        left = node.named
+        assert first.stop() == 0
+        assert left
+        node.environ = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}
+        second = node.begin(engram_config={"placement": "cpu"})
+        wait_until(lambda: begun.exists() or second.process.poll() is not None, "the unlinking")
+        assert second.status().state == "starting"
+        assert second.status().state == "starting"
+        fifo.write_text("")
+        assert not second.wait_for().adopted

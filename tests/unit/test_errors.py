@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import string
 import typing
@@ -47,6 +48,16 @@ def fields_of(kind: type[EngramError]) -> dict[str, Any]:
 
 def sample(kind: type[EngramError]) -> EngramError:
     return kind(**fields_of(kind))
+
+
+def test_every_error_and_exit_code_is_had_from_the_package_itself() -> None:
+    folder = Path(errors.__file__).parent
+    modules = [importlib.import_module(f"{errors.__name__}.{path.stem}") for path in folder.glob("[a-z]*.py")]
+    codes = {name for module in modules for name in vars(module) if name.startswith("EXIT_")}
+    assert len(codes) > 5
+    for name in {*BY_CODE, *codes}:
+        assert hasattr(errors, name), f"{name}: name it in {errors.__file__}"
+    assert {kind.__module__ for kind in BY_CODE.values()} == {module.__name__ for module in modules}
 
 
 @every_error

@@ -19,6 +19,7 @@ from engram_client.errors import KernelCompileFailed
 from engram_client.layout import RowFormat
 from engram_client.lookup import nvrtc
 from engram_client.lookup.shapes import KERNELS, Kind, Memory, count_shape, exchange_shape, shape_for
+from tests.support.cubin import resources
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 RANKS = 8
@@ -34,10 +35,23 @@ print(json.dumps([hashlib.sha256(built.code).hexdigest(), built.cached]))
 """
 
 
-def report(log: str) -> dict[str, tuple[int, str]]:
-    """Kernel name -> registers, and what ptxas says of stack and spills."""
-    pattern = r"entry function '(\w+)'.*?(\d+ bytes stack frame[^\n]*)\n[^\n]*Used (\d+) registers"
-    return {name: (int(used), stack) for name, stack, used in re.findall(pattern, log, re.DOTALL)}
+GREEDY = """
+extern "C" __global__ void frugal(float *out) { out[threadIdx.x] = 1; }
+extern "C" __global__ void greedy(float *out, int at) {
+    __shared__ float seen[96];
+    float own[64] = {};
+    for (int i = 0; i < at; ++i) own[(i * at) & 63] += out[i] * own[(i + at) & 63];
+    seen[threadIdx.x % 96] = own[at & 63];
+    __syncthreads();
+    out[threadIdx.x] = seen[(threadIdx.x + at) % 96];
+}
+"""
+
+
+def report(log: str) -> dict[str, tuple[int, int]]:
+    """Kernel name -> registers, and bytes of stack frame: what ptxas says, where its words come through."""
+    pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame[^\n]*\n[^\n]*Used (\d+) registers"
+    return {name: (int(used), int(frame)) for name, frame, used in re.findall(pattern, log, re.DOTALL)}
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +64,29 @@ def compiled() -> dict[str, tuple[bytes, str]]:
 def test_every_kernel_keeps_its_rows_in_registers(compiled, arch):
     code, log = compiled[arch]
     assert code[:4] == b"\x7fELF"
-    kernels = report(log)
+    kernels = resources(code)
     assert kernels
-    for name, (registers, stack) in kernels.items():
-        assert stack == "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", name
-        assert registers <= REGISTERS, name
+    for name, used in kernels.items():
+        assert (used.frame_bytes, used.stack_bytes) == (0, 0), name
+        assert 0 < used.registers <= REGISTERS, name
+    said = report(log)  # empty with some versions
+    assert said in ({}, {name: (used.registers, used.frame_bytes) for name, used in kernels.items()})
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_kernel_that_keeps_an_array_to_itself_would_be_noticed(arch):
+    code, _ = nvrtc.compile_source(GREEDY, arch)
+    kernels = resources(code)
+    assert kernels.keys() == {"frugal", "greedy"}
+    assert (kernels["frugal"].frame_bytes, kernels["frugal"].shared_bytes) == (0, 0)
+    assert kernels["greedy"].frame_bytes >= 64 * 4
+    assert kernels["greedy"].stack_bytes >= 64 * 4
+    assert kernels["greedy"].shared_bytes >= 96 * 4
+    assert kernels["greedy"].registers > kernels["frugal"].registers
 
 
 def test_every_shape_names_a_kernel_that_exists(compiled):
-    kernels = set(report(compiled["sm_90"][1]))
+    kernels = set(resources(compiled["sm_90"][0]))
     named = {exchange_shape(100).kernel, count_shape(100, 132).kernel, "order_count", "order_scan", "order_place"}
     truth = (False, True)
     kinds = itertools.starmap(Kind, itertools.product(Memory, RowFormat, (1, 2), truth, truth, truth))

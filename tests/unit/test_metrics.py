@@ -53,7 +53,7 @@ def test_bytes_coverage_counters_and_identity_are_there() -> None:
     assert found["engram_lookup_prefetch_late_total", ()] == 1
     assert found["engram_leases_granted_total", ()] == 4
     assert found["engram_oldest_lease_seconds", ()] == 12.5
-    assert found["engram_refused_total", (("code", "RankInvalid"),)] == 2
+    assert found["engram_refused_total", (("code", "RankInvalid"), ("request", "attach"))] == 2
     assert found["engram_verifications_total", (("result", "ok"),)] == 1
     assert found["engram_verifications_total", (("result", "failed"),)] == 0
     assert found["engram_table_identity_info", (("layer", "1"), ("root", "ab" * 16))] == 1

@@ -1,0 +1,145 @@
+"""Every failure that a user can meet, one class each, with typed fields instead of prose.
+
+A class states three things in `template`: what happened, what was expected, what to do. The daemon sends an
+error as its class name and fields; the client rebuilds the same class from them (`to_wire`, `from_wire`).
+`exit_code` is what `engram-server` and `engram-ctl` end with when the error ends them.
+"""
+
+# ruff: noqa: I001  the order is that of docs/errors.md, which lists families as they come to be
+from engram_client.errors.base import (
+    EXIT_OK as EXIT_OK,
+    EXIT_OTHER as EXIT_OTHER,
+    EXIT_CONFIG as EXIT_CONFIG,
+    EXIT_RESOURCES as EXIT_RESOURCES,
+    EXIT_CHECKPOINT as EXIT_CHECKPOINT,
+    EXIT_ALREADY_RUNNING as EXIT_ALREADY_RUNNING,
+    BY_CODE as BY_CODE,
+    EngramError as EngramError,
+    to_wire as to_wire,
+    from_wire as from_wire,
+    UnknownError as UnknownError,
+    InternalError as InternalError,
+)
+from engram_client.errors.config import (
+    ConfigError as ConfigError,
+    ConfigUnreadable as ConfigUnreadable,
+    ConfigNotJson as ConfigNotJson,
+    ConfigInvalid as ConfigInvalid,
+    ConfigContradiction as ConfigContradiction,
+    NoGpu as NoGpu,
+    GpuNotFound as GpuNotFound,
+    TooFewGpus as TooFewGpus,
+    Unsupported as Unsupported,
+    SocketPathInvalid as SocketPathInvalid,
+)
+from engram_client.errors.resources import (
+    ResourceError as ResourceError,
+    NotEnoughMemory as NotEnoughMemory,
+    NotEnoughSpace as NotEnoughSpace,
+    NotEnoughHugePages as NotEnoughHugePages,
+    NotEnoughGpuMemory as NotEnoughGpuMemory,
+    PeerAccessMissing as PeerAccessMissing,
+    BackingUnavailable as BackingUnavailable,
+    AllocationFailed as AllocationFailed,
+    LoaderDied as LoaderDied,
+    TooFewDescriptors as TooFewDescriptors,
+    WriteFailed as WriteFailed,
+    SocketUnavailable as SocketUnavailable,
+    MetricsUnavailable as MetricsUnavailable,
+)
+from engram_client.errors.checkpoint import (
+    CheckpointError as CheckpointError,
+    CheckpointNotFound as CheckpointNotFound,
+    CheckpointConfigInvalid as CheckpointConfigInvalid,
+    NoEngramLayers as NoEngramLayers,
+    IndexInvalid as IndexInvalid,
+    MissingTensor as MissingTensor,
+    AmbiguousTensor as AmbiguousTensor,
+    MissingFile as MissingFile,
+    DanglingSymlink as DanglingSymlink,
+    HeaderInvalid as HeaderInvalid,
+    TruncatedFile as TruncatedFile,
+    OverlappingTensors as OverlappingTensors,
+    WrongDtype as WrongDtype,
+    WrongShape as WrongShape,
+    RowCountMismatch as RowCountMismatch,
+    FolderNotEmpty as FolderNotEmpty,
+    ReadFailed as ReadFailed,
+    DigestMismatch as DigestMismatch,
+)
+from engram_client.errors.daemons import (
+    AdoptError as AdoptError,
+    ManifestInvalid as ManifestInvalid,
+    ManifestVersionUnknown as ManifestVersionUnknown,
+    AdoptionRefused as AdoptionRefused,
+    AlreadyRunning as AlreadyRunning,
+)
+from engram_client.errors.connect import (
+    ConnectError as ConnectError,
+    NoServer as NoServer,
+    ServerRefused as ServerRefused,
+    AccessDenied as AccessDenied,
+    ProtocolMismatch as ProtocolMismatch,
+    ConnectTimeout as ConnectTimeout,
+    TransferCut as TransferCut,
+    Evicted as Evicted,
+    ServerDraining as ServerDraining,
+    LoadFailed as LoadFailed,
+    IdentityMismatch as IdentityMismatch,
+    TpSizeMismatch as TpSizeMismatch,
+    RankInvalid as RankInvalid,
+    RankOnOtherNode as RankOnOtherNode,
+    UnknownLayer as UnknownLayer,
+    TicketInvalid as TicketInvalid,
+    TooManyClients as TooManyClients,
+    TableDamaged as TableDamaged,
+    NotPermitted as NotPermitted,
+    UnknownLease as UnknownLease,
+    FabricUnavailable as FabricUnavailable,
+    NodesDiffer as NodesDiffer,
+    RowsNotCovered as RowsNotCovered,
+    OtherRankFailed as OtherRankFailed,
+    ExchangeFailed as ExchangeFailed,
+    DeviceUnsupported as DeviceUnsupported,
+    MapFailed as MapFailed,
+)
+from engram_client.errors.messages import (
+    MessageError as MessageError,
+    MalformedMessage as MalformedMessage,
+    UnknownMessage as UnknownMessage,
+    FrameTooLarge as FrameTooLarge,
+    NotAllowedNow as NotAllowedNow,
+)
+from engram_client.errors.use import (
+    UseError as UseError,
+    ClientClosed as ClientClosed,
+    ForkedClient as ForkedClient,
+    IdsDtypeInvalid as IdsDtypeInvalid,
+    IdsDeviceInvalid as IdsDeviceInvalid,
+    IdsShapeInvalid as IdsShapeInvalid,
+    OutInvalid as OutInvalid,
+    CompressedVocabularyInvalid as CompressedVocabularyInvalid,
+    TokenInvalid as TokenInvalid,
+    InvalidIds as InvalidIds,
+    GroupNeeded as GroupNeeded,
+    GroupInvalid as GroupInvalid,
+    GroupRankMismatch as GroupRankMismatch,
+    CountsInvalid as CountsInvalid,
+)
+from engram_client.errors.cuda import (
+    CudaError as CudaError,
+    CudaUnavailable as CudaUnavailable,
+    CudaCallFailed as CudaCallFailed,
+    KernelCompileFailed as KernelCompileFailed,
+    NoDriver as NoDriver,
+    RegistrationFailed as RegistrationFailed,
+    AddressesScattered as AddressesScattered,
+)
+from engram_client.errors.engine import (
+    EngineError as EngineError,
+    IncompatibleSGLang as IncompatibleSGLang,
+    EngineSettingInvalid as EngineSettingInvalid,
+    LayerGeometryMismatch as LayerGeometryMismatch,
+    CheckpointDiffers as CheckpointDiffers,
+    GroupUndecided as GroupUndecided,
+)
