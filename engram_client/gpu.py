@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def prepare(ordinal: int) -> Kernels:
-    """The kernels on GPU `ordinal`, compiled at first use on this machine, which takes seconds: before a ticket's
-    time runs.
+    """The kernels on GPU `ordinal`, compiled at first use on this machine, which takes seconds, and everything else
+    that a first attach would wait for: before a ticket's time runs.
 
     Raises NoDriver, CudaUnavailable, GpuNotFound, KernelCompileFailed or CudaCallFailed.
     """
@@ -36,6 +36,8 @@ def prepare(ordinal: int) -> Kernels:
     if ordinal >= len(uuids):
         raise GpuNotFound(device=f"cuda:{ordinal}", present=uuids)
     runtime.device(ordinal)
+    import engram_client.table  # noqa: F401  registers torch's operators: 80 ms
+
     return Kernels.on(ordinal)
 
 

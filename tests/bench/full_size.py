@@ -1,9 +1,9 @@
 """Tables of full size: made, attached to by two ranks at once, and adopted by a new daemon after a SIGKILL.
 
-    python -m tests.bench.full_size [--gib 94.4] [--ways cuda_host,memfd,gpu]
+    python -m tests.bench.full_size [--gib 94.4] [--ways cuda_host,memfd,gpu,shards]
 
-`--gib` is the size of each of the two tables. "gpu" splits them over two GPUs for peer_read; the others are whole
-in host memory. Results as CSV in bench-results/full_size.csv. A table in host memory takes a minute or two to make.
+`--gib` is the size of each of the two tables. "gpu" splits them over two GPUs for peer_read, "shards" for collective,
+where a rank maps its own shard only and nothing is killed; the others are whole in host memory. Results as CSV in bench-results/full_size.csv. A table in host memory takes a minute or two to make.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ SETTLED_S = 10
 
 
 class Rank:
-    def __init__(self, endpoint: str, rank: int, device: str) -> None:
-        command = [sys.executable, "-m", RANK, endpoint, str(rank), device, str(SEED)]
+    def __init__(self, endpoint: str, rank: int, device: str, looks: bool) -> None:
+        does = "look" if looks else "attach"
+        command = [sys.executable, "-m", RANK, endpoint, str(rank), device, str(SEED), does]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def go(self) -> None:
@@ -57,9 +58,9 @@ class Rank:
 class Ranks:
     """Two at once, each on a GPU of its own if there are two."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, looks: bool) -> None:
         devices = min(2, torch.cuda.device_count())
-        self._ranks = [Rank(endpoint, rank, f"cuda:{rank % devices}") for rank in range(2)]
+        self._ranks = [Rank(endpoint, rank, f"cuda:{rank % devices}", looks) for rank in range(2)]
         for rank in self._ranks:
             rank.report()
 
@@ -75,8 +76,8 @@ class Ranks:
 
 def measure(results: Results, way: str, gib: float, folder: Path) -> None:
     config = dummy_config({"placement": "cpu", "replication": "per_node"}, gib, [1, 14], host={"backing": way})
-    if way == "gpu":
-        engram = {"placement": "gpu", "lookup": "peer_read"}
+    if way in ("gpu", "shards"):
+        engram = {"placement": "gpu", "lookup": "peer_read" if way == "gpu" else "collective"}
         config = dummy_config(engram, gib, [1, 14], devices=[0, 1], tp_size=2)
     config["seed"] = SEED
     note = f"2 x {gib} GiB, {min(2, torch.cuda.device_count())} GPUs"
@@ -96,10 +97,12 @@ def measure(results: Results, way: str, gib: float, folder: Path) -> None:
             time.sleep(SETTLED_S)
             beside = [was - driver.memory_info(k)[0] - on_gpu[k] for k, was in enumerate(free)]
             results.add(f"{way}: GPU memory beside the tables, a GPU", max(beside) / (1 << 20), "MiB", note)
-            ranks = Ranks(daemon.endpoint)
+            ranks = Ranks(daemon.endpoint, looks=way != "shards")
             try:
                 for name, value in slowest(ranks.both()).items():
                     results.add(f"{way}: two ranks at once, slowest {name[:-2]}", value, "s", note)
+                if way == "shards":
+                    return
                 daemon.kill()
                 before = len(daemon.log)
                 daemon = start(folder, config, manager)
@@ -140,7 +143,7 @@ def slowest(reports: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=94.4)
-    parser.add_argument("--ways", default="cuda_host,memfd,gpu")
+    parser.add_argument("--ways", default="cuda_host,memfd,gpu,shards")
     parser.add_argument("--commit", default=commit_of())
     parser.add_argument("--out", type=Path, default=Path("bench-results/full_size.csv"))
     options = parser.parse_args()

@@ -1,7 +1,8 @@
-"""A rank of full_size.py: `python -m tests.bench.full_size_rank ENDPOINT RANK DEVICE SEED`.
+"""A rank of full_size.py: `python -m tests.bench.full_size_rank ENDPOINT RANK DEVICE SEED look|attach`.
 
-Says "ready" with a CUDA context and the kernels at hand, and does one thing for each line that it reads: attaches;
-stops looking up, which it does from then on; closes. It answers each with a line of JSON.
+Says that it is ready with a CUDA context and the kernels at hand, and does one thing for each line that it reads:
+attaches; stops looking up, which it does from then on; closes. It answers each with a line of JSON. "attach": looks
+nothing up.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Looking(threading.Thread):
         return layer, torch.from_numpy(ids).to(self._device), expected.to(self._device)
 
 
-def main(endpoint: str, rank: int, device: str, seed: int) -> None:
+def main(endpoint: str, rank: int, device: str, seed: int, looks: bool) -> None:
     def answer(**report: Any) -> None:
         print(json.dumps(report), flush=True)
         sys.stdin.readline()
@@ -64,6 +65,9 @@ def main(endpoint: str, rank: int, device: str, seed: int) -> None:
     begin = time.perf_counter()
     client = connect(endpoint, rank=rank, world_size=2, device=device)
     attach_s = time.perf_counter() - begin
+    if not looks:
+        answer(attach_s=attach_s)
+        return
     client.table(client.layers[0]).lookup(torch.arange(24, device=device))
     torch.cuda.synchronize()
     first_row_s = time.perf_counter() - begin
@@ -77,4 +81,4 @@ def main(endpoint: str, rank: int, device: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "look")

@@ -9,7 +9,7 @@
 #   PYTHON=python3            an interpreter with the packages of the extras rank, cuda, server and dev
 #   TEST_LIMIT=180 BENCH_LIMIT=120     seconds
 #   PREFETCH_GIB=8                                            size of `one`
-#   FULL_GIB=94.4 WAYS=cuda_host,memfd,gpu FULL_LIMIT=480     of `two`: each of two tables
+#   FULL_GIB=94.4 WAYS=cuda_host,memfd,gpu,shards FULL_LIMIT=480     of `two`: each of two tables
 #   SPLIT_GIB=16 TOKENS=1,16,128,1024,8192                    of `two`
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
@@ -60,7 +60,7 @@ two)
         --out "$out/two_gpus.csv" "${commit[@]}"
     load_gpu
     [[ $parts != *full* ]] || step bench_full "${FULL_LIMIT:-480}" "$python" -m tests.bench.full_size \
-        --gib "${FULL_GIB:-94.4}" --ways "${WAYS:-cuda_host,memfd,gpu}" --out "$out/full_size.csv" "${commit[@]}"
+        --gib "${FULL_GIB:-94.4}" --ways "${WAYS:-cuda_host,memfd,gpu,shards}" --out "$out/full_size.csv" "${commit[@]}"
     ;;
 *)
     echo "one or two, not $kind" >&2
