@@ -3,7 +3,8 @@
     python -m tests.bench.full_size [--gib 94.4] [--ways cuda_host,memfd,gpu,shards]
 
 `--gib` is the size of each of the two tables. "gpu" splits them over two GPUs for peer_read, "shards" for collective,
-where a rank maps its own shard only and nothing is killed; the others are whole in host memory. Results as CSV in bench-results/full_size.csv. A table in host memory takes a minute or two to make.
+where a rank maps its own shard only and nothing is killed; the others are whole in host memory. Results as CSV in
+bench-results/full_size.csv. A table in host memory takes a minute or two to make.
 """
 
 from __future__ import annotations
