@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from engram_client.errors import AdoptionRefused, DigestMismatch, EngramError
+from engram_client.layout import ROW_BYTES
 from engram_client.protocol import Backing, Placement, ResolvedOptions, SegmentInfo
 from engram_server import checker, origin
 from engram_server.config import Config
@@ -26,15 +28,14 @@ from engram_server.load_job import LoadResult, PieceDigest
 from engram_server.manifest import Manifest
 from engram_server.plan import Plan
 from engram_server.segments import Segment, adopt_segment, discard_all
-from engram_server.worker import in_thread
 
 log = logging.getLogger(__name__)
 
 _FREE_TO_DIFFER = frozenset({"nbytes", "page_bytes"})
 """Fields of a segment that follow from the pages it once got, not from the configuration."""
-CHEAP_TO_MAP = (Backing.MEMFD, *NAMED)
-"""Memory that a check maps in no time. The CUDA driver takes seconds, and a context for GPU memory: that is
-checked when the daemon is ready."""
+FILES = (Backing.MEMFD, *NAMED)
+"""Memory that can be read without mapping it. The CUDA driver takes seconds to map its own, and a context for GPU
+memory: that is checked when the daemon is ready."""
 
 
 @dataclass
@@ -154,16 +155,24 @@ def _shape(info: SegmentInfo, free: frozenset[str]) -> dict[str, object]:
     return {name: getattr(info, name) for name in info.__struct_fields__ if name not in free}
 
 
-async def spot_check(adoption: Adoption, threads: int) -> None:
-    """Digests one piece of each segment that is CHEAP_TO_MAP again. Tables with damage leave `adoption`, their
-    segments discarded. Raises what `checker.check` raises."""
-    segments = [segment for segment in adoption.segments if segment.info.backing in CHEAP_TO_MAP]
-    if not segments:
-        return
+def spot_check(adoption: Adoption, threads: int) -> None:
+    """Digests one piece of each segment that is a file again. Tables with damage leave `adoption`, their segments
+    discarded. Raises MapFailed for a segment that somebody has shortened."""
+    from engram_server.spot import OpenSegment, damage  # only a restart needs what it imports
+
     few = checker.a_few(adoption.result.pieces)
-    checked = await checker.check(segments, few, threads=threads, gentle=False)
-    await in_thread(discard_all, drop_damaged(adoption, [failed.error() for failed in checked.damage]))
-    log.info("digests of %d bytes are as loaded (%.2f s); the rest follows", checked.nbytes, checked.seconds)
+    segments = [segment for segment in adoption.segments if segment.info.backing in FILES]
+    work = [
+        (OpenSegment(segment.info, segment.readable_fd), piece)
+        for segment in segments
+        for piece in few.get(segment.info.id, ())
+    ]
+    if not work:
+        return
+    started = time.monotonic()
+    discard_all(drop_damaged(adoption, damage(work, min(threads, len(work)))))
+    nbytes = sum(piece.row_stop - piece.row_start for _, piece in work) * ROW_BYTES
+    log.info("digests of %d bytes are as loaded (%.2f s); the rest follows", nbytes, time.monotonic() - started)
 
 
 def drop_damaged(adoption: Adoption, damage: Sequence[EngramError]) -> list[Segment]:

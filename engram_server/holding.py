@@ -111,7 +111,7 @@ class Holding:
         adoption: adopt.Adoption | None = None
         try:
             adoption = await in_thread(adopt.take, kept, self._config, self._tag)
-            checking = asyncio.ensure_future(adopt.spot_check(adoption, self._threads))
+            checking = asyncio.ensure_future(in_thread(adopt.spot_check, adoption, self._threads))
             try:
                 plan = await asyncio.to_thread(self._plan_for, kept.manifest)
                 plan = adopt.fitted(plan, kept.manifest, self._config)
