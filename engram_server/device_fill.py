@@ -30,6 +30,9 @@ from engram_server.load_job import LoadJob
 from engram_server.reader import ALIGNMENT, FileReader, Preadv
 
 SLOTS_PER_THREAD: Final = 2
+STREAMS: Final = 4
+"""For each of a thread's slots; threads share them. The driver takes milliseconds to make a stream ready at its first
+copy, and copies from so few overlap as well as from many."""
 HUGE_PAGE: Final = 2 << 20
 
 
@@ -66,11 +69,11 @@ class Copy(NamedTuple):
 
 
 class Slot:
-    """A piece of pinned memory, and the stream of the copies that last read it."""
+    """A piece of pinned memory, and the stream of the copies that last read it, which carries others' too."""
 
-    def __init__(self, driver: Driver, view: memoryview) -> None:
+    def __init__(self, driver: Driver, stream: int, view: memoryview) -> None:
         self._driver = driver
-        self.stream = driver.stream_create()
+        self.stream = stream
         self._busy = False
         self.view = view
 
@@ -104,10 +107,12 @@ class Staging:
         whole = memoryview(memory)
         first = -address_of(whole) % HUGE_PAGE
         driver.host_register(address_of(whole) + first, total, read_only=False)
+        streams = [[driver.stream_create() for _ in range(min(threads, STREAMS))] for _ in range(per_thread)]
         self._sets: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
         for thread in range(threads):
             at = [first + (thread * per_thread + k) * size for k in range(per_thread)]
-            self._sets.put([Slot(driver, whole[start : start + size]) for start in at])
+            shared = [of_slot[thread % STREAMS] for of_slot in streams]
+            self._sets.put([Slot(driver, stream, whole[a : a + size]) for stream, a in zip(shared, at, strict=True)])
 
     def slots(self) -> list[Slot]:
         """One thread's slots."""

@@ -8,6 +8,7 @@ nothing up.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -62,6 +63,9 @@ def main(endpoint: str, rank: int, device: str, seed: int, looks: bool) -> None:
     torch.zeros(1, device=device)
     prepare(torch.device(device).index)
     answer(ready=True)
+    if not looks:  # the shards of a collective, which wants its group from the start
+        store = f"file://{os.path.dirname(endpoint.removeprefix('ipc://'))}/group"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     begin = time.perf_counter()
     client = connect(endpoint, rank=rank, world_size=2, device=device)
     attach_s = time.perf_counter() - begin
