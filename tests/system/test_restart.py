@@ -23,6 +23,7 @@ from engram_client.errors import EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT
 from engram_client.protocol import StatusReply
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, wait_until
+from tests.support.kept import earliest
 from tests.support.reference import CheckpointReference
 from tests.support.service_manager import ServiceManager
 from tests.system.test_serving import tmpfs
@@ -201,7 +202,7 @@ def test_a_restarted_daemon_serves_the_memory_of_the_one_before_and_readers_neve
 
 
 def test_adoption_reads_no_byte_of_the_tables_files(shm_node: Node, tmp_path: Path) -> None:
-    """The shard files become unreadable copies of themselves: same size, time and ishm_node, no permission."""
+    """The shard files lose their content and nothing else: same size, time and inode, all zeros."""
     model = tmp_path / "model"
     shutil.copytree(shm_node.config["model_path"], model)
     shm_node.config["model_path"] = str(model)
@@ -354,6 +355,19 @@ def test_a_manifest_that_cannot_be_read_is_named_and_costs_a_load(text: str, nam
     assert not status.adopted
     assert named in second.log
     assert len(shm_node.named) == 2
+
+
+def test_what_the_first_daemons_left_is_taken_over_by_this_one(shm_node: Node) -> None:
+    """An upgrade: the manifest lacks what later daemons write, and its version is the same."""
+    first, before = shm_node.start()
+    with connect(first.endpoint, rank=0, world_size=1) as reader:
+        first.kill()
+        shm_node.manifest.write_bytes(earliest(shm_node.manifest.read_bytes()))
+        second, status = shm_node.start()
+        assert status.adopted
+        assert [table.identity for table in status.tables] == [table.identity for table in before.tables]
+        wait_until(lambda: [lease.pid for lease in second.status().leases] == [os.getpid()], "the reader's new lease")
+        shm_node.check_rows(reader)
 
 
 def test_a_manifest_that_others_may_write_is_not_believed(shm_node: Node) -> None:
