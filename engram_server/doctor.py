@@ -68,6 +68,7 @@ def diagnose(
     found = _gpus(config, here, findings)
     plan = _plan(config, source, machine, found, findings)
     findings += _gpu_findings(inventory() if here else Inventory(problem="not recorded"), found, plan)
+    findings += surroundings.place_findings(found, plan)
     findings += surroundings.memory_link_findings(found, config)
     findings += surroundings.imex_findings(found, root)
     findings += preflight.machine_findings(machine, config, plan)

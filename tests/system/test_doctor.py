@@ -188,6 +188,7 @@ def test_how_gpus_reach_host_memory_is_told(
     folder: Path, checkpoint: Path, fake: dict[str, Any], ats: str, unified: str
 ) -> None:
     _, answer = doctor("--config", str(written(folder, checkpoint)), fake=fake)
+    assert finding(answer, "gpu_places")["seen"].startswith("node 0: GPU 0, 1")
     assert ats in finding(answer, "ats")["seen"]
     assert unified in finding(answer, "unified_memory")["seen"]
     assert finding(answer, "unified_memory")["level"] == "ok"
