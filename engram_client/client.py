@@ -23,6 +23,7 @@ from engram_client.errors import (
     IdsShapeInvalid,
     RankInvalid,
     ServerDraining,
+    TicketInvalid,
     TransferCut,
     UnknownLayer,
 )
@@ -34,6 +35,7 @@ from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, 
 from engram_client.nodes import Nodes
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
+    TICKET_LIFETIME_S,
     Attach,
     Attached,
     Progress,
@@ -108,9 +110,20 @@ def _open(
     deadline = started + timeout
     sockets = handover_path(endpoint, handover)
     with contextlib.ExitStack() as undo:
-        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
-        together = nodes.expect(attached.options, ordinal)
-        with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
+        while True:
+            lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
+            answered = time.monotonic()
+            together = nodes.expect(attached.options, ordinal)
+            received = contextlib.ExitStack()
+            try:
+                patience = max(deadline - time.monotonic(), REPLY_LEAST_S)
+                descriptors = received.enter_context(lease.redeemed(attached.ticket, patience))
+                break
+            except TicketInvalid:  # this process was stopped for longer than a ticket lives: another one is to be had
+                if not answered + TICKET_LIFETIME_S <= time.monotonic() < deadline:
+                    raise
+                undo.close()  # the connections of this attempt
+        with received:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
             # From here on beats are sent: other nodes may take long to load their tables.
             kept = Lease(lease, functools.partial(_renew, endpoint, handover, _same_tables(request, attached)))

@@ -16,7 +16,7 @@ import atheris
 
 with atheris.instrument_imports(include=["engram_client.protocol", "engram_client.errors", "engram_server.manifest"]):
     from engram_client.errors import EngramError
-    from engram_client.protocol import HandoverReply, HandoverRequest, Reply, Request, decode, request_id_of
+    from engram_client.protocol import Failed, HandoverReply, HandoverRequest, Reply, Request, decode, request_id_of
     from engram_server import manifest
 
 from tests.fuzz.frames import REAL, REPLIES, SEEDS, change
@@ -26,7 +26,9 @@ from tests.support.kept import MANIFEST
 def one(data: bytes) -> None:
     for expected in (Request, Reply, HandoverRequest, HandoverReply):
         with contextlib.suppress(EngramError):
-            decode(data, expected)
+            message = decode(data, expected)[1]
+            if isinstance(message, Failed):
+                str(message.error())
     request_id_of(data)
     with contextlib.suppress(EngramError):
         manifest.decode(data, "fuzz")

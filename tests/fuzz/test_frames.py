@@ -24,6 +24,7 @@ from engram_client.protocol import (
     MAX_HANDOVER_BYTES,
     MAX_REQUEST_BYTES,
     AnyMessage,
+    Failed,
     HandoverReply,
     HandoverRequest,
     Reply,
@@ -58,6 +59,8 @@ def outcome(frame: bytes, expected: Any, limit: int) -> str:
         return error.code
     assert isinstance(message, get_args(expected))
     assert 0 <= request_id < 1 << 63
+    if isinstance(message, Failed):
+        assert str(message.error())
     return type(message).__name__
 
 

@@ -21,7 +21,7 @@ from engram_client.control import ControlConnection, ask_owner, query_status
 from engram_client.endpoint import endpoint_tag
 from engram_client.errors import ConnectError, EngramError
 from engram_client.handover import HandoverConnection
-from engram_client.protocol import BEAT_INTERVAL_S, Attach, Attached, Evict, State
+from engram_client.protocol import BEAT_INTERVAL_S, TICKET_LIFETIME_S, Attach, Attached, Evict, State
 from tests.support.daemon import Daemon, wait_until
 from tests.support.soak import LONG, SEED, pick
 from tests.system.test_restart import Node, control, node_of
@@ -229,6 +229,39 @@ def test_a_stopped_rank_is_seen_holds_nobody_up_can_be_evicted_and_reads_on(per_
         os.kill(hung.pid, signal.SIGCONT)
         time.sleep(0.5)
         assert hung.poll() is None, "it compares its rows, and ends where one is wrong"
+
+
+STOPS_WITH_A_TICKET = """
+import os, signal, sys
+from engram_client import client
+expect = client.Nodes.expect
+def stopping(*arguments):
+    client.Nodes.expect = expect
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return expect(*arguments)
+client.Nodes.expect = stopping
+with client.connect(sys.argv[1], rank=0, world_size=1, timeout=float(sys.argv[2])) as attached:
+    print(attached.server_alive)
+"""
+
+
+@pytest.mark.parametrize("timeout", [60, 1])
+def test_a_rank_that_is_stopped_for_longer_than_its_ticket_lives_asks_again_while_it_has_time(
+    timeout: int, per_node: Daemon
+) -> None:
+    command = [sys.executable, "-c", STOPS_WITH_A_TICKET, per_node.endpoint, str(timeout)]
+    stopped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = psutil.Process(stopped.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the stop")
+    until = time.monotonic() + TICKET_LIFETIME_S
+    wait_until(lambda: time.monotonic() > until, "the ticket's end")
+    os.kill(stopped.pid, signal.SIGCONT)
+    out, err = stopped.communicate(timeout=60)
+    if timeout > TICKET_LIFETIME_S:
+        assert (out, err) == ("True\n", "")
+    else:
+        assert "TicketInvalid" in err
+    wait_until(lambda: not per_node.status().leases, "the leases' end")
 
 
 @pytest.mark.timeout(CHURN_S + pick(240, 1200))  # the clients' imports of torch come on top
