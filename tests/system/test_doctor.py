@@ -272,6 +272,17 @@ def test_a_wrong_configuration_is_a_finding_too(folder: Path) -> None:
     assert finding(answer, "config")["error"] == "ConfigInvalid"
 
 
+def test_a_lock_file_that_cannot_be_opened_is_pointed_out(folder: Path, checkpoint: Path) -> None:
+    """As a daemon of root leaves it to one of user engram; here a link to nothing, which root cannot open either."""
+    path = written(folder, checkpoint)
+    (folder / "run").mkdir()
+    (folder / "run" / "control.sock.lock").symlink_to(folder / "nothing")
+    code, answer = doctor("--config", str(path))
+    found = finding(answer, "sockets")
+    assert (code, found["level"], "control.sock.lock" in found["seen"]) == (2, "fail", True)
+    assert found["remedy"]
+
+
 def test_a_daemon_that_runs_already_is_pointed_out(per_node: Daemon) -> None:
     code, answer = doctor("--config", str(per_node.config_path))
     assert code == 1

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -478,6 +479,28 @@ def test_a_manager_that_is_gone_costs_nothing_but_its_news(folder: Path, checkpo
         status = daemon.wait_for()
         assert "did not take them" in status.outlook
         assert "does not hear us" in daemon.log
+    finally:
+        node.clean_up()
+
+
+def test_the_double_that_the_guide_names_brings_a_killed_daemon_back_with_its_tables(
+    folder: Path, checkpoint: Path
+) -> None:
+    node = Node(folder, checkpoint, {"backing": "memfd"}, None)
+    try:
+        double = (sys.executable, "-m", "tests.support.service_manager", "run", "--")
+        daemon = Daemon(folder, node.config, wrapper=double)
+        node.daemons.append(daemon)
+        first = daemon.wait_for()
+        with connect(daemon.endpoint, rank=0, world_size=1) as reader:
+            os.kill(first.pid, signal.SIGKILL)
+            wait_until(lambda: not reader.server_alive, "the end of the daemon")
+            wait_until(lambda: reader.server_alive, "the next one")
+            second = daemon.status()
+            assert (second.adopted, second.pid != first.pid) == (True, True)
+            node.check_rows(reader)
+        assert daemon.stop() == 0
+        assert "started again; kept: engram-segment-L1" in daemon.log
     finally:
         node.clean_up()
 
