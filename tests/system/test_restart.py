@@ -21,8 +21,9 @@ from engram_client import Client, connect
 from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.endpoint import endpoint_tag
 from engram_client.errors import EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT
-from engram_client.protocol import StatusReply
+from engram_client.protocol import CheckState, StatusReply
 from engram_server.make_checkpoint import make_checkpoint
+from tests.support.call_filter import UNAVAILABLE
 from tests.support.daemon import Daemon, wait_until
 from tests.support.kept import earliest
 from tests.support.reference import CheckpointReference
@@ -30,6 +31,7 @@ from tests.support.service_manager import ServiceManager
 from tests.system.test_serving import tmpfs
 
 WAYS = ("posix_shm", "file", "fd_store")
+UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "engram-server.service"
 PER_NODE = {"placement": "cpu", "replication": "per_node"}
 
 
@@ -41,16 +43,18 @@ class Node:
         self.manager = manager
         self.config: dict[str, Any] = {"model_path": str(checkpoint), "engram_config": PER_NODE, "host": host}
         self.environ: dict[str, str] = {}
+        self.before: tuple[str, ...] = ()
+        """What the daemon's command is put behind."""
         self.daemons: list[Daemon] = []
         self._reference = CheckpointReference(checkpoint)
 
     def begin(self, **changes: Any) -> Daemon:
         """A daemon, not waited for."""
         config = {**self.config, **changes}
-        options: dict[str, Any] = {"environ": self.environ}
+        options: dict[str, Any] = {"environ": self.environ, "wrapper": self.before}
         if self.manager is not None:
             options = {
-                "wrapper": self.manager.wrapper(),
+                "wrapper": (*self.before, *self.manager.wrapper()),
                 "environ": self.environ | self.manager.environ(),
                 "pass_fds": self.manager.descriptors(),
             }
@@ -503,6 +507,37 @@ def test_the_double_that_the_guide_names_brings_a_killed_daemon_back_with_its_ta
         assert "started again; kept: engram-segment-L1" in daemon.log
     finally:
         node.clean_up()
+
+
+@pytest.mark.parametrize("host", [{"backing": "posix_shm"}, {"numa": "interleave"}], ids=str)
+def test_under_the_units_system_call_filter_the_daemon_loads_is_killed_adopts_and_checks(
+    host: dict[str, str], folder: Path, checkpoint: Path
+) -> None:
+    """With systemd's own lists of calls and a real filter: what the unit forgets ends the daemon at its first use."""
+    filtered = (sys.executable, "-m", "tests.support.call_filter", str(UNIT), "--")
+    probe = subprocess.run([*filtered, "true"], check=False)
+    if probe.returncode == UNAVAILABLE:
+        pytest.skip("no systemd-analyze or no libseccomp here")
+    assert probe.returncode == 0
+    with ServiceManager(folder / "manager") as manager:
+        node = Node(folder, checkpoint, host, manager)
+        node.config["metrics"] = {"listen": "127.0.0.1:0"}
+        node.before = filtered
+        try:
+            first, _ = node.start()
+            assert control(first, "verify").returncode == 0, first.log
+            first.kill()
+            second, status = node.start()
+            assert status.adopted
+            wait_until(lambda: (c := second.status().check) and c.state is not CheckState.RUNNING, "the check's end")
+            check = second.status().check
+            assert check is not None
+            assert check.state is CheckState.PASSED, check
+            with connect(second.endpoint, rank=0, world_size=1) as client:
+                node.check_rows(client)
+            assert control(second, "drain").returncode == 0
+        finally:
+            node.clean_up()
 
 
 # Memory of the CUDA driver, on a fake that keeps exported memory as a driver does
