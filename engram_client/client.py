@@ -30,6 +30,7 @@ from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_e
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
+from engram_client.lookup import numbers
 from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, map_for_cpu, map_for_gpu
 from engram_client.nodes import Nodes
 from engram_client.protocol import (
@@ -260,6 +261,7 @@ class MappedClient:
         self._gpu: GpuTables | None = None
         self._owner_pid = os.getpid()
         self._closed = False
+        self._number = numbers.register(self)
         # A client that is dropped without close() gives its lease up all the same.
         weakref.finalize(self, lease.close)
         weakref.finalize(self, reporter.close)
@@ -332,6 +334,17 @@ class MappedClient:
     def lookup_all(self, ids: Tensor, *, hashed: bool = False) -> Tensor:
         import torch
 
+        if torch.compiler.is_compiling():
+            from engram_client.lookup import ops
+
+            rows: Tensor = ops.lookup_all(ids, self._number, hashed)
+            return rows.transpose(0, 1)
+        return self.lookup_all_now(ids, hashed).transpose(0, 1)
+
+    def lookup_all_now(self, ids: Tensor, hashed: bool) -> Tensor:
+        """bfloat16 `[layers, tokens, columns, 256]`; compiled code calls it through an operator."""
+        import torch
+
         from engram_client.lookup.checks import check_ids
 
         tables = [self.table(layer) for layer in self._infos]
@@ -349,7 +362,7 @@ class MappedClient:
         else:
             for table in tables:
                 table.count(ids.numel() // len(tables))
-        return out.transpose(0, 1)
+        return out
 
     def check(self) -> None:
         self.check_usable("check()")
