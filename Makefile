@@ -38,15 +38,26 @@ bench: .venv/installed
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-bench-gpu: .venv/installed
-	$(BIN)/python -m tests.bench.gather_gpu
+# SGLang's kernels, to compare with: its wheel alone, for they import torch and Triton only.
+.bench-sglang/installed: tests/sglang/requirements.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) \
+		"$$(grep '^sglang==' $<)"
+	touch $@
+
+SGLANG_KERNELS := .bench-sglang/sglang/kernels/ops/embeddings/engram_gather.py
+
+bench-gpu: .venv/installed .bench-sglang/installed
+	$(BIN)/python -m tests.bench.gather_gpu --sglang $(SGLANG_KERNELS)
 	$(BIN)/python -m tests.bench.client_gpu
 	$(BIN)/python -m tests.bench.load_gpu
-	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
+	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then \
+		$(BIN)/python -m tests.bench.two_gpus --sglang $(SGLANG_KERNELS); fi
+	$(BIN)/python -m tests.bench.bars
 
 # Tables of full size, whole in host memory and split over two GPUs: 200 GiB of each.
 bench-full: .venv/installed
 	$(BIN)/python -m tests.bench.full_size
+	$(BIN)/python -m tests.bench.bars
 
 # The long forms of the kill and churn tests: 200 daemons and 200 ranks killed, 64 clients for five minutes beside a
 # daemon that restarts. About an hour, and three GiB of memory; ENGRAM_SEED=n for other moments.
@@ -77,4 +88,4 @@ bench-sglang: .venv-sglang/installed
 	.venv-sglang/bin/python -m tests.sglang.bench
 
 clean:
-	rm -rf .venv .venv-sglang build *.egg-info engram_client/_native*.so engram_server/_pump*.so
+	rm -rf .venv .venv-sglang .bench-sglang build *.egg-info engram_client/_native*.so engram_server/_pump*.so
