@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-full bench-sglang soak fuzz clean
+.PHONY: demo test test-gpu sanitize-gpu test-sglang check format bench bench-gpu bench-full bench-sglang soak fuzz clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -37,6 +37,14 @@ bench: .venv/installed
 # For a machine with GPUs.
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# The kernels under compute-sanitizer, which comes with a CUDA toolkit; api errors are not asked for, because the bindings
+# and torch look for calls that an older driver does not have. Minutes.
+SANITIZER ?= compute-sanitizer
+sanitize-gpu: .venv/installed
+	set -e; for tool in memcheck racecheck initcheck; do \
+		$(SANITIZER) --tool $$tool --report-api-errors no --error-exitcode 9 $(BIN)/python -m pytest -m gpu -o timeout=900 \
+			tests/gpu/test_gather.py tests/gpu/test_digest.py -k "not four_gib and not captured and not failed_driver_call"; done
 
 # SGLang's kernels, to compare with: its wheel alone, for they import torch and Triton only.
 .bench-sglang/installed: tests/sglang/requirements.txt .venv/installed
