@@ -257,6 +257,30 @@ def test_what_cannot_be_is_refused_before_the_load(
     assert "loading" not in log
 
 
+@pytest.mark.parametrize("call", ["cuMemGetAllocationGranularity", "cuMemCreate"])
+def test_a_driver_without_virtual_memory_management_is_refused_for_its_own_memory_and_not_needed_for_other(
+    scene: Scene, reference: CheckpointReference, call: str
+) -> None:
+    environ = scene.environ({}, f"{call}:*:CUDA_ERROR_NOT_SUPPORTED")
+    for engram, host, codes in (
+        ({"placement": "gpu"}, "auto", (2, 3)),
+        ({"placement": "cpu"}, "cuda_host", (3,)),
+    ):
+        daemon = Daemon(scene.folder, scene.config(engram, host={"backing": host}), environ=environ)
+        try:
+            assert daemon.wait_for_exit(60) in codes, daemon.log
+            assert call in daemon.log
+            assert "CUDA_ERROR_NOT_SUPPORTED" in daemon.log
+        finally:
+            daemon.kill()
+    with running(scene.folder, scene.config(WHOLE), environ=environ) as daemon:
+        assert {segment.info.backing for segment in daemon.status().segments} == {"memfd"}
+        assert call in daemon.status().backing_reason
+        assert daemon.status().options.tp_size == 2, "the GPUs are there"
+        (report,) = reports([scene.rank(daemon, 0, 1, "cuda:0", {}, fail=f"{call}:*:CUDA_ERROR_NOT_SUPPORTED")])
+        assert report["rows"] == table_rows(reference)
+
+
 def test_a_driver_that_fails_during_the_load_ends_the_daemon_and_leaves_nothing(scene: Scene) -> None:
     for fail, engram in (
         ("cuMemcpyHtoDAsync:3:CUDA_ERROR_LAUNCH_FAILED", {"placement": "gpu"}),
