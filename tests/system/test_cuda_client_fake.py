@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engram_client import connect
 from engram_client.control import query_status
@@ -247,6 +248,47 @@ def test_a_gpu_that_walks_the_hosts_page_tables_reads_host_tables_in_the_order_o
     assert memory == "coherent"
     assert len(kernels) == 2
     assert not any("order" in kernel for kernel in kernels)
+
+
+class NoOperators(TorchDispatchMode):
+    """Refuses everything that torch could allocate or compute with."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} during a lookup")
+
+
+def look_up_into_rows(rank: int, world_size: int, endpoint: str, checkpoint: str, log: str) -> list[set[str]]:
+    """The driver's calls in the second lookup of each kind."""
+    on_fake({"gpus": 1})
+    os.environ["ENGRAM_FAKE_LOG"] = log
+    reference = CheckpointReference(Path(checkpoint))
+    generator = np.random.default_rng(5)
+    found = []
+    with connect(endpoint, rank=0, world_size=1, device="cuda:0") as client:
+        table = client.table(1)
+        for tokens in (1, 40, SORT_FROM_IDS // 24 + 1):
+            for dtype in (torch.int64, torch.int32):
+                both = torch.from_numpy(generator.integers(-1, 500, (tokens, 2, 24))).to(dtype)
+                ids, out = both[:, 1], torch.empty(tokens, 24, 256, dtype=torch.bfloat16)
+                table.lookup(ids, out)
+                out.fill_(3)
+                before = len(Path(log).read_text().splitlines())
+                with NoOperators():
+                    table.lookup(ids, out)
+                events = [json.loads(line) for line in Path(log).read_text().splitlines()[before:]]
+                found.append({event["call"] for event in events})
+                expected = reference.rows(1, ids.numpy()).view(np.int16)
+                assert np.array_equal(out.view(torch.int16).numpy(), expected)
+    return found
+
+
+def test_a_lookup_into_given_rows_launches_and_neither_allocates_nor_waits(
+    host_table: Daemon, checkpoint: Path, folder: Path
+) -> None:
+    log = str(folder / "calls.log")
+    (found,) = run_ranks(1, look_up_into_rows, host_table.endpoint, str(checkpoint), log)
+    few, ordered = {"cuLaunchKernel"}, {"cuLaunchKernel", "cuMemsetD32Async"}
+    assert found == [few] * 4 + [ordered] * 2
 
 
 def count_prefetches(rank: int, world_size: int, endpoint: str, checkpoint: str) -> None:
