@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 NOT_SLOWER = 0.95
+FULL_GIB = 94
+"""Of each of the two tables: what takes longer the larger they are is not judged by smaller ones."""
 Rows = list[dict[str, str]]
 
 
@@ -97,8 +99,9 @@ def loads(rows: Rows) -> Iterator[Bar]:
 
 def full_size(rows: Rows) -> Iterator[Bar]:
     attach = "two ranks at once, slowest attach"
-    yield bar("189 GiB of host memory, two ranks attach", named(rows, f"cuda_host: {attach}"), "<", 5, "s")
-    yield bar("a 94 GiB shard, attach", named(rows, f"shards: {attach}"), "<", 0.02, "s")
+    full = [row for row in rows if (size := re.match(r"2 x ([\d.]+) GiB", row["note"])) and float(size[1]) >= FULL_GIB]
+    yield bar("189 GiB of host memory, two ranks attach", named(full, f"cuda_host: {attach}"), "<", 5, "s")
+    yield bar("a 94 GiB shard, attach", named(full, f"shards: {attach}"), "<", 0.02, "s")
     for way in ("gpu", "shards", "cuda_host", "memfd"):
         beside = named(rows, f"{way}: GPU memory beside the tables, a GPU")
         yield bar(f"{way}: GPU memory that the daemon takes, a GPU", beside, "<", 16, "MiB")

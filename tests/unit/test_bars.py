@@ -44,7 +44,7 @@ def measured(folder: Path, ours: float) -> None:
     write(folder / "client_gpu.csv", beside)
     write(folder / "load_gpu.csv", [{"name": "page cache, 16 threads: of what the links copy", "value": 0.3 / ours}])
     sizes: list[dict[str, object]] = [
-        {"name": f"{way}: {name}", "value": value}
+        {"name": f"{way}: {name}", "value": value, "note": "2 x 94.4 GiB, 2 GPUs"}
         for way, attach in (("gpu", 0.1), ("shards", 0.02), ("cuda_host", 5), ("memfd", 12))
         for name, value in (
             ("two ranks at once, slowest attach", attach * 1.9 * ours),
@@ -68,3 +68,12 @@ def test_what_was_not_measured_is_called_neither_met_nor_missed(tmp_path: Path) 
         (tmp_path / name).rename(tmp_path / "away")
         assert {bar.verdict for bar in bars(tmp_path)} == {"met", "not measured"}
         (tmp_path / "away").rename(tmp_path / name)
+
+
+def test_an_attach_of_smaller_tables_meets_no_bar(tmp_path: Path) -> None:
+    measured(tmp_path, 2.0)
+    path = tmp_path / "full_size.csv"
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerow(["cuda_host: two ranks at once, slowest attach", 1.4, "2 x 24.0 GiB, 2 GPUs"])
+    (attach,) = [bar for bar in bars(tmp_path) if bar.what.startswith("189 GiB")]
+    assert attach.verdict == "MISSED"
