@@ -98,7 +98,7 @@ def _open(
     group: ProcessGroup | None,
     strict: bool,
 ) -> MappedClient:
-    ordinal = gpu_ordinal(request.device)
+    ordinal = nodes.ordinal = gpu_ordinal(request.device)
     kernels = None
     if ordinal is not None:
         from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
@@ -107,9 +107,15 @@ def _open(
     started = time.monotonic()
     deadline = started + timeout
     sockets = handover_path(endpoint, handover)
+
+    def heard(progress: Progress) -> None:
+        nodes.hear(progress)
+        if on_progress is not None:
+            on_progress(progress)
+
     with contextlib.ExitStack() as undo:
-        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
-        together = nodes.expect(attached.options, ordinal)
+        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, heard)
+        together = nodes.expect(attached.options)
         with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
             # From here on beats are sent: other nodes may take long to load their tables.
