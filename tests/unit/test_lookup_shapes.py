@@ -151,7 +151,7 @@ def test_the_fake_kernels_read_the_fields_in_the_order_of_the_source():
         assert body
         lines = re.findall(r"^    (?:const )?(?:u8|u32|u64|i64)\*? ([^;/]+);", body[1], re.MULTILINE)
         names = [name.strip() for line in lines for name in line.split(",")]
-        return [n for name in names for n in [name.split("[")[0]] * int((name.split("[") + ["1]"])[1].rstrip("]"))]
+        return [n for name in names for n in [name.split("[")[0]] * int([*name.split("["), "1]"][1].rstrip("]"))]
 
     assert fields(r"struct ArgsFor {(.*?)Target target") == list(fake_kernels.HEAD_FIELDS)
     out, table = fields(r"struct Output {(.*?)\n};"), fields(r"struct Table {(.*?)\n};")
