@@ -94,7 +94,10 @@ class Nodes:
         is asked now: once in each state, as it does not know before it loads."""
         if self._next is _Next.UNKNOWN and progress.state is not self._asked_at:
             self._asked_at = progress.state
-            self._expected()
+            try:
+                self._expected()
+            except Exception as error:  # of any kind: this rank has not failed
+                log.debug("while the daemon loads: %r", error)
 
     def expect(self, options: ResolvedOptions) -> bool:
         """Whether ranks meet, now that the options are known. From then on the others wait for this one.
