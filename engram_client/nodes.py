@@ -166,9 +166,8 @@ class Nodes:
 
         if groups.size(self._group) < 2:
             return False
-        if self._options is None:
-            with contextlib.suppress(EngramError):
-                self._options = query_status(self._endpoint, timeout=0, handover=self._handover).options
+        with contextlib.suppress(EngramError):  # what it said before counts when it is gone
+            self._options = query_status(self._endpoint, timeout=0, handover=self._handover).options or self._options
         return self._options is not None and self._is_for(self._options)
 
     def _meet(self, mine: RankMessage) -> list[RankMessage]:

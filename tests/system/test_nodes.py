@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import engram_client.nodes
 from engram_client import connect
 from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.endpoint import handover_path
@@ -96,10 +97,13 @@ def attach(
     rank: int, world_size: int, endpoints: list[str], machines: list[dict[str, Any]], options: dict[str, Any]
 ) -> Any:
     """options, by rank: `endpoint`, `fail` (a driver call), `layers`, `claim` (another rank to attach as),
-    `end_loader` (a daemon's id, whose loader is killed when this rank waits)."""
+    `end_loader` (a daemon's id, whose loader is killed when this rank waits). `kill`: a daemon's id, for all ranks; it
+    is killed when they know each other's handles and have mapped nothing."""
     node = rank // (world_size // 2)
     on_node(machines[node], options.get("fail", {}).get(rank, ""))
     endpoint = options.get("endpoint", {}).get(rank, endpoints[node])
+    if "kill" in options:
+        kill_after_exchange(options["kill"])
     loader_of = options.get("end_loader", {}).get(rank)
 
     def on_progress(progress: Progress) -> None:
@@ -125,6 +129,18 @@ def attach(
         return error.code, error.fields
     client.close()
     return "attached"
+
+
+def kill_after_exchange(pid: int) -> None:
+    exchange, daemon = engram_client.nodes.Nodes.exchange, psutil.Process(pid)
+
+    def then_kill(self: engram_client.nodes.Nodes, *held: Any) -> Any:
+        found = exchange(self, *held)
+        daemon.kill()
+        wait_until(lambda: daemon.status() == psutil.STATUS_ZOMBIE, "the daemon's end")
+        return found
+
+    engram_client.nodes.Nodes.exchange = then_kill  # type: ignore[method-assign]
 
 
 def ask_everything(
@@ -230,6 +246,16 @@ def test_one_rank_that_cannot_attach_is_heard_of_by_all_and_none_attaches(folder
         assert (code, fields["node_rank"], fields["held"]) == ("RankOnOtherNode", 0, [0, 1])
         assert {outcome[1]["cause_code"] for outcome in outcomes[:3]} == {"RankOnOtherNode"}
         assert nodes.outcomes() == ["attached"] * 4
+
+
+def test_a_daemon_that_dies_between_the_exchange_and_the_mapping_leaves_no_rank_attached(
+    folder: Path, checkpoint: Path
+) -> None:
+    with Nodes(folder, checkpoint).running() as nodes:
+        first, second = nodes.outcomes(kill=nodes.daemons[1].pid)
+        assert (first[0], first[1]["call"]) == ("CudaCallFailed", "cuMemImportFromShareableHandle")
+        assert (second[0], second[1]["rank"], second[1]["cause_code"]) == ("OtherRankFailed", 0, "CudaCallFailed")
+        wait_until(lambda: not nodes.daemons[0].status().leases, "the other node's leases end")
 
 
 def test_a_rank_that_takes_itself_for_another_tells_the_others_who_do_not(folder: Path, checkpoint: Path) -> None:
