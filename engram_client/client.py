@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
-from engram_client.control import ControlConnection
+from engram_client import attaching
 from engram_client.counters import Reporter
 from engram_client.errors import (
     ClientClosed,
-    ConnectTimeout,
     ForkedClient,
     IdsShapeInvalid,
     RankInvalid,
-    ServerDraining,
-    TransferCut,
     UnknownLayer,
 )
-from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_end
+from engram_client.handover import REPLY_LEAST_S
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
@@ -99,7 +96,7 @@ def _open(
     group: ProcessGroup | None,
     strict: bool,
 ) -> MappedClient:
-    ordinal = gpu_ordinal(request.device)
+    ordinal = nodes.ordinal = gpu_ordinal(request.device)
     kernels = None
     if ordinal is not None:
         from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
@@ -108,13 +105,19 @@ def _open(
     started = time.monotonic()
     deadline = started + timeout
     sockets = handover_path(endpoint, handover)
+
+    def heard(progress: Progress) -> None:
+        nodes.hear(progress)
+        if on_progress is not None:
+            on_progress(progress)
+
     with contextlib.ExitStack() as undo:
-        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
-        together = nodes.expect(attached.options, ordinal)
+        lease, control, attached = attaching.obtain(undo, endpoint, sockets, request, deadline, timeout, heard)
+        together = nodes.expect(attached.options)
         with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
             # From here on beats are sent: other nodes may take long to load their tables.
-            kept = Lease(lease, functools.partial(_renew, endpoint, handover, _same_tables(request, attached)))
+            kept = Lease(lease, functools.partial(attaching.renew, endpoint, handover, request, attached))
             undo.callback(kept.close)
             sources: dict[str, int | bytes] = {**descriptors}
             if together:
@@ -143,81 +146,9 @@ def _identities(demanded: Mapping[int, TableIdentity | str]) -> tuple[TableIdent
     )
 
 
-def _same_tables(request: Attach, attached: Attached) -> Attach:
-    """The request for a lease on exactly what `attached` handed out; it never waits for a load."""
-    return msgspec.structs.replace(
-        request,
-        layers=tuple(table.geometry.layer_id for table in attached.tables),
-        identity=tuple(table.identity for table in attached.tables),
-        roots={},
-        wait=False,
-    )
-
-
-def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConnection:
-    """A new lease. Its descriptors are not needed: the memory is mapped."""
-    lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
-    try:
-        with ControlConnection(endpoint, lease) as control:
-            attached = _attach(control, lease, request, time.monotonic(), 0, None)
-        with lease.redeemed(attached.ticket, REPLY_LEAST_S):
-            pass
-    except BaseException:
-        lease.close()
-        raise
-    return lease
-
-
 def _printable(name: str) -> str:
     """A program's name need not be text: its odd bytes are spelled out, and the message has room for 64."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")[:64]
-
-
-def _obtain(
-    undo: contextlib.ExitStack,
-    endpoint: str,
-    sockets: str,
-    request: Attach,
-    deadline: float,
-    timeout: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> tuple[HandoverConnection, ControlConnection, Attached]:
-    """What a daemon answers; the connections belong to `undo`. One that drains is about to be replaced: while
-    there is time, its successor is waited for."""
-    left = timeout
-    while True:
-        with contextlib.ExitStack() as attempt:
-            lease = None
-            try:
-                lease = attempt.enter_context(HandoverConnection.open(sockets, left))
-                control = attempt.enter_context(ControlConnection(endpoint, lease))
-                attached = _attach(control, lease, request, deadline, timeout, on_progress)
-                undo.enter_context(attempt.pop_all())
-                return lease, control, attached
-            except ServerDraining:
-                wait_for_end(lease, deadline)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise
-
-
-def _attach(
-    control: ControlConnection,
-    lease: HandoverConnection,
-    request: Attach,
-    deadline: float,
-    timeout: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> Attached:
-    left = max(deadline - time.monotonic(), REPLY_LEAST_S)
-    for reply in control.request(request, left, "waiting for the tables"):
-        if isinstance(reply, Attached):
-            if reply.epoch != lease.epoch:
-                raise lease.last_error() or TransferCut(doing="attaching (the daemon was replaced meanwhile)")
-            return reply
-        if isinstance(reply, Progress) and on_progress is not None:
-            on_progress(reply)
-    raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
 def _map(

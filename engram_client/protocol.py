@@ -130,6 +130,17 @@ class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     different ones."""
 
 
+class Secret(bytes):
+    """Bytes that do not show themselves: what reports an error may send the variables of its frames along."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    __str__ = __repr__
+
+
 class FabricHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A segment in GPU memory for ranks of other nodes in the NVLink domain.
 
