@@ -9,12 +9,39 @@ from collections.abc import Callable
 import msgspec
 
 from engram_client.control import ControlConnection
-from engram_client.errors import ConnectTimeout, IdentityMismatch, ServerDraining, TransferCut
+from engram_client.errors import ConnectTimeout, IdentityMismatch, ServerDraining, TicketInvalid, TransferCut
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_end
-from engram_client.protocol import Attach, Attached, Progress, handover_path
+from engram_client.protocol import TICKET_LIFETIME_S, Attach, Attached, Progress, ResolvedOptions, handover_path
 
 
-def obtain(
+def receive(
+    undo: contextlib.ExitStack,
+    received: contextlib.ExitStack,
+    endpoint: str,
+    sockets: str,
+    request: Attach,
+    deadline: float,
+    timeout: float,
+    on_progress: Callable[[Progress], None] | None,
+    on_options: Callable[[ResolvedOptions], object],
+) -> tuple[HandoverConnection, ControlConnection, Attached, dict[str, int]]:
+    """What a daemon answers, and the descriptors by segment id. The connections belong to `undo`, the descriptors to
+    `received`. A process that was stopped for longer than a ticket lives asks for another while there is time.
+    `on_options` hears of them before the ticket is redeemed."""
+    while True:
+        lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
+        answered = time.monotonic()
+        on_options(attached.options)
+        try:
+            patience = max(deadline - time.monotonic(), REPLY_LEAST_S)
+            return lease, control, attached, received.enter_context(lease.redeemed(attached.ticket, patience))
+        except TicketInvalid:
+            if not answered + TICKET_LIFETIME_S <= time.monotonic() < deadline:
+                raise
+            undo.close()  # the connections of this attempt
+
+
+def _obtain(
     undo: contextlib.ExitStack,
     endpoint: str,
     sockets: str,
@@ -23,7 +50,7 @@ def obtain(
     timeout: float,
     on_progress: Callable[[Progress], None] | None,
 ) -> tuple[HandoverConnection, ControlConnection, Attached]:
-    """What a daemon answers; the connections belong to `undo`. One that drains is about to be replaced: while
+    """What a daemon answers. One that drains is about to be replaced: while
     there is time, its successor is waited for."""
     left = timeout
     while True:

@@ -112,9 +112,12 @@ def _open(
             on_progress(progress)
 
     with contextlib.ExitStack() as undo:
-        lease, control, attached = attaching.obtain(undo, endpoint, sockets, request, deadline, timeout, heard)
-        together = nodes.expect(attached.options)
-        with lease.redeemed(attached.ticket, max(deadline - time.monotonic(), REPLY_LEAST_S)) as descriptors:
+        received = contextlib.ExitStack()
+        lease, control, attached, descriptors = attaching.receive(
+            undo, received, endpoint, sockets, request, deadline, timeout, heard, nodes.expect
+        )
+        together = attached.options.reads_across_nodes
+        with received:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
             # From here on beats are sent: other nodes may take long to load their tables.
             kept = Lease(lease, functools.partial(attaching.renew, endpoint, handover, request, attached))

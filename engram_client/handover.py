@@ -124,6 +124,13 @@ class HandoverConnection:
             return False
         return not poller.poll(0)  # POLLHUP and POLLERR come unasked
 
+    @property
+    def server_pid(self) -> int:
+        """Of the process that listens, as this PID namespace knows it; 0 where it does not."""
+        credentials = struct.Struct("iII")
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+        return int(credentials.unpack(raw)[0])
+
     def authorize(self, timeout: float) -> bytes:
         """A permit for one request of the daemon's owner.
 

@@ -68,6 +68,9 @@ def environment() -> dict[str, str]:
     """Ours, and where these packages are when they are not installed. (-P keeps the working folder, which
     anyone may have written to, out of the child's path.)"""
     environment = dict(os.environ)
+    # Nobody multiplies matrices: numpy's library would start a thread a core in every child, on a large machine more
+    # than the unit's TasksMax has room for.
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     if _PACKAGES.name not in ("site-packages", "dist-packages"):
         known = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *([known] if known else [])])

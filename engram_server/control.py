@@ -73,7 +73,7 @@ class Control:
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a peer that is gone is told, not swallowed
         if not control.gids:  # libzmq knows no supplementary groups: then the socket's mode must do
-            for uid in {os.geteuid(), *control.uids}:
+            for uid in {0, os.geteuid(), *control.uids}:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, uid - (1 << 32) if uid >> 31 else uid)
         try:
             with private_bind(path, control):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engram_client.errors import EXIT_OK, WriteFailed
+from engram_client.errors import EXIT_OK, PackageMissing, WriteFailed
 from engram_client.version import VERSION
 from engram_server.ctl_common import add_endpoint, add_json, endpoint_of
 
@@ -28,7 +29,7 @@ def add_parser(commands: Any) -> None:
         "bench",
         help="time lookups in the running daemon's tables",
         description="Attaches as one rank more, or as a whole group of them where tables are split; looks up random "
-        "rows, other ones each time, and detaches. Needs torch.",
+        "rows, other ones each time, and detaches. Needs torch, and a user who may attach.",
     )
     add_endpoint(parser, timeout=60.0)
     parser.add_argument("--device", action="append", help="cpu or cuda:N, may be repeated (default: cpu)")
@@ -43,6 +44,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    for package in ("torch", *(("matplotlib",) if options.plot else ())):
+        if importlib.util.find_spec(package) is None:  # before minutes of measuring
+            raise PackageMissing(doing="engram-ctl bench", package=package, extra="bench")
     from engram_server.bench import Order, measure  # brings torch
 
     endpoint, handover = endpoint_of(options)
@@ -96,11 +100,9 @@ def _write_csv(path: str, found: Sequence[Measurement]) -> None:
 
 
 def plot(path: str, found: Sequence[Measurement]) -> None:
-    """Raises WriteFailed, without matplotlib too."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise WriteFailed(path=path, problem="a plot needs matplotlib, which extra [bench] brings") from error
+    """Raises WriteFailed. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for key in sorted({(each.device, each.layer, each.lookup, each.ids) for each in found}):

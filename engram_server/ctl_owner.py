@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from engram_client.control import ask_owner, query_status
-from engram_client.errors import EXIT_CHECKPOINT, EXIT_OK, EXIT_OTHER, NoServer, ServerRefused, TransferCut
-from engram_client.protocol import CheckState, CheckStatus, Done, Drain, Evict, Verify
+from engram_client.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_OK,
+    EXIT_OTHER,
+    ConnectTimeout,
+    NoServer,
+    ServerDraining,
+    ServerRefused,
+    TransferCut,
+)
+from engram_client.handover import HandoverConnection
+from engram_client.protocol import CheckState, CheckStatus, Done, Drain, Evict, Verify, handover_path
 from engram_server.config import load_config
 from engram_server.ctl_common import add_endpoint, add_json, endpoint_of
 
@@ -102,15 +114,42 @@ def _evict(options: argparse.Namespace) -> int:
 
 def _drain(options: argparse.Namespace) -> int:
     free = options.free
-    endpoint, handover = _ask(options, lambda permit: Drain(permit=permit, free=free))
-    while True:
-        try:
-            query_status(endpoint, timeout=0, handover=handover)
-        except (NoServer, ServerRefused, TransferCut):
-            break
-        time.sleep(POLL_S)
+    endpoint, handover = endpoint_of(options)
+    with _process_of(endpoint, handover, options.timeout) as process:
+        _ask(options, lambda permit: Drain(permit=permit, free=free))
+        if process is not None:
+            select.select([process], [], [])
+        else:
+            _wait_for_silence(endpoint, handover)
     _say(options, {"ended": True, "free": free}, "the daemon has ended")
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def _process_of(endpoint: str, handover: str | None, timeout: float) -> Iterator[int | None]:
+    """A pidfd of the daemon: its sockets go first, and then it may take seconds to free its memory. None where its
+    process cannot be seen from here, as from another container."""
+    with HandoverConnection.open(handover_path(endpoint, handover), timeout) as connection:
+        pid = connection.server_pid
+    try:
+        process = os.pidfd_open(pid) if pid else None
+    except OSError:
+        process = None
+    try:
+        yield process
+    finally:
+        if process is not None:
+            os.close(process)
+
+
+def _wait_for_silence(endpoint: str, handover: str | None) -> None:
+    while True:
+        with contextlib.suppress(ServerDraining, ConnectTimeout):  # its last words, to us among others
+            try:
+                query_status(endpoint, timeout=0, handover=handover)
+            except (NoServer, ServerRefused, TransferCut):
+                return
+        time.sleep(POLL_S)
 
 
 def _purge(options: argparse.Namespace) -> int:

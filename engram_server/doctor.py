@@ -68,6 +68,7 @@ def diagnose(
     found = _gpus(config, here, findings)
     plan = _plan(config, source, machine, found, findings)
     findings += _gpu_findings(inventory() if here else Inventory(problem="not recorded"), found, plan)
+    findings += surroundings.place_findings(found, plan)
     findings += surroundings.memory_link_findings(found, config)
     findings += surroundings.imex_findings(found, root)
     findings += preflight.machine_findings(machine, config, plan)
@@ -192,14 +193,12 @@ def _socket_findings(config: Config) -> Iterator[Finding]:
     path = ipc_path(config.control.endpoint)
     for socket_path in (path, handover_path(config.control.endpoint, config.control.handover)):
         folder = os.path.dirname(socket_path)
+        remedy = "make the folder for the daemon's user (RuntimeDirectory= in a unit), or move control.endpoint"
         problem = _folder_problem(folder)
+        if not problem and (problem := _lock_problem(f"{socket_path}.lock")):
+            remedy = "remove it where its daemon has ended, or give it to the daemon's user"
         if problem:
-            yield Finding(
-                id="sockets",
-                level=Level.FAIL,
-                seen=f"{folder}: {problem}",
-                remedy="make the folder for the daemon's user (RuntimeDirectory= in a unit), or move control.endpoint",
-            )
+            yield Finding(id="sockets", level=Level.FAIL, seen=f"{folder}: {problem}", remedy=remedy)
             return
     running = _running(config)
     if running:
@@ -220,6 +219,13 @@ def _folder_problem(folder: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return "" if os.access(place, os.W_OK | os.X_OK) else f"uid {os.geteuid()} may not write in {place}"
+
+
+def _lock_problem(path: str) -> str:
+    """Why the lock file of a daemon before cannot be taken: it stays when a daemon ends, and may be another user's."""
+    if not os.path.lexists(path) or os.access(path, os.R_OK | os.W_OK):
+        return ""
+    return f"uid {os.geteuid()} may not open {os.path.basename(path)}, which a daemon of another user left"
 
 
 def _running(config: Config) -> str:

@@ -121,7 +121,7 @@ class Handover:
         connection = _Connection(self, peer_socket, peer)
         self._connections.add(connection)
         try:
-            self._admit(peer, peer_socket)
+            connection.may_attach = self._admit(peer, peer_socket)
         except EngramError as error:
             log.warning("refused a client: %s", error)
             self.on_refused(CONNECT, error)
@@ -135,12 +135,18 @@ class Handover:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _admit(self, peer: Peer, peer_socket: socket.socket) -> None:
-        allowed = peer.uid == os.geteuid() or peer.uid in self._uids
-        if not allowed and not self._gids & {peer.gid, *_groups_of(peer_socket)}:
-            raise AccessDenied(path=self._path, uid=peer.uid, problem="the daemon does not list it")
+    def _admit(self, peer: Peer, peer_socket: socket.socket) -> bool:
+        """Whether the peer may attach. Root is let in to look and to command even where it may not."""
+        listed = peer.uid == os.geteuid() or peer.uid in self._uids
+        listed = listed or bool(self._gids & {peer.gid, *_groups_of(peer_socket)})
+        if not listed and peer.uid != 0:
+            raise self.denied(peer)
         if len(self._connections) > MAX_CONNECTIONS:
             raise TooManyClients(what="connections", limit=MAX_CONNECTIONS)
+        return listed
+
+    def denied(self, peer: Peer) -> AccessDenied:
+        return AccessDenied(path=self._path, uid=peer.uid, problem="the daemon does not list it")
 
     def redeem(self, ticket: bytes, peer: Peer) -> tuple[Lease, list[tuple[Granted, list[int]]]]:
         """The lease of a ticket and the messages that carry its descriptors."""
@@ -207,6 +213,7 @@ class _Connection:
         self._peer = peer
         self._lease: Lease | None = None
         self._loop = asyncio.get_running_loop()
+        self.may_attach = False
 
     def __repr__(self) -> str:
         return f"<_Connection of pid {self._peer.pid}, {self._lease or 'no lease'}>"
@@ -273,6 +280,8 @@ class _Connection:
         self._grant(request.ticket)
 
     def _grant(self, ticket: bytes) -> None:
+        if not self.may_attach:
+            raise self._owner.denied(self._peer)
         self._lease, messages = self._owner.redeem(ticket, self._peer)
         for granted, descriptors in messages:
             if not self.send(granted, descriptors):

@@ -13,7 +13,7 @@ import msgspec
 from engram_client.errors import EngramError, NotEnoughMemory
 from engram_client.layout import ModelGeometry, parse_model_geometry
 from engram_client.protocol import Backing
-from engram_server import gpus
+from engram_server import gpus, surroundings
 from engram_server.checkpoint import TableSource, open_checkpoint, read_model_geometry
 from engram_server.config import Config
 from engram_server.findings import Finding, Level, gib, of_error
@@ -28,6 +28,8 @@ POPULATE_KERNEL = (5, 14)
 OPEN_FILES = 4096
 """Descriptors that let a node's usual clients attach: one a lease, and the segments."""
 SHMEM_REFUSES = ("never", "deny", None)
+PLAN_SAYS = frozenset({"memory", "thp", "numa"})
+"""Findings that a plan makes remarks or errors of itself."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -58,8 +60,17 @@ def prepare(config: Config, *, check_resources: bool = True) -> Prepared:
     machine = Machine.read(folder=config.host.path)
     found = gpus.read(config)
     plan = make_plan(config, source.model, machine, found, check_resources=check_resources)
-    seen = process_findings(Process.read(), plan)
-    return Prepared(source, machine, found, plan, tuple(finding for finding in seen if finding.level is not Level.OK))
+    seen = (finding for finding in _seen(config, machine, found, plan) if finding.level is not Level.OK)
+    return Prepared(source, machine, found, plan, tuple(finding for finding in seen if finding.id not in PLAN_SAYS))
+
+
+def _seen(config: Config, machine: Machine, found: Gpus, plan: Plan) -> Iterator[Finding]:
+    """What `engram-ctl doctor` finds too, but for what it measures."""
+    yield from surroundings.place_findings(found, plan)
+    yield from surroundings.memory_link_findings(found, config)
+    yield from surroundings.imex_findings(found)
+    yield from machine_findings(machine, config, plan)
+    yield from process_findings(Process.read(), plan)
 
 
 def read_source(config: Config) -> Source:

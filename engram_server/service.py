@@ -353,7 +353,7 @@ class Service:
         self._failure = (
             error if isinstance(error, EngramError) else InternalError(doing="serving", problem=repr(error)[:500])
         )
-        self._state = State.FAILED
+        self._enter(State.FAILED)
         for asker, _ in self._take_waiting():
             await self._reply(asker, self._refused(self._load_failed()))
 

@@ -13,7 +13,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.LOADING: frozenset({State.READY, State.DRAINING, State.FAILED}),
     State.READY: frozenset({State.DEGRADED, State.DRAINING, State.FAILED}),
     State.DEGRADED: frozenset({State.DRAINING, State.FAILED}),
-    State.DRAINING: frozenset(),
+    State.DRAINING: frozenset({State.FAILED}),
     State.FAILED: frozenset(),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from engram_client.protocol import Backing
+from engram_client.protocol import Backing, Placement
 from engram_server.config import Config
 from engram_server.findings import Finding, Level, gib
 from engram_server.gpus import Gpu, Gpus
@@ -123,6 +123,28 @@ def memory_link_findings(found: Gpus | None, config: Config | None) -> Iterator[
             yield Finding(id="unified_memory", level=Level.OK, seen=seen)
     else:
         yield Finding(id="unified_memory", level=Level.OK, seen="GPUs have memory of their own, over a bus")
+
+
+def place_findings(found: Gpus | None, plan: Plan | None) -> Iterator[Finding]:
+    """Beside which NUMA node each GPU is, and whether a table that lies on one node is beside any of them."""
+    if found is None or not found.devices:
+        return
+    beside: dict[int, list[str]] = {}
+    for gpu in found.devices:
+        beside.setdefault(gpu.host_node, []).append(str(gpu.ordinal))
+    seen = "; ".join(f"node {node}: GPU {', '.join(beside[node])}" for node in sorted(beside))
+    tables = plan.numa.nodes if plan is not None and plan.options.placement is Placement.CPU else ()
+    if tables and not set(tables) & set(beside):
+        seen = f"{seen}; the tables will be on node {', '.join(map(str, tables))}, beside none of them"
+        remedy = f'set host.numa to "{min(beside)}": GPUs reach the memory of their own node faster'
+        yield Finding(id="gpu_places", level=Level.WARN, seen=seen, remedy=remedy)
+        return
+    away = [node for node in sorted(beside) if node not in tables] if len(tables) == 1 else []
+    if away:
+        seen = (
+            f"{seen}; the tables will be on node {tables[0]}, so those of node {', '.join(map(str, away))} read across"
+        )
+    yield Finding(id="gpu_places", level=Level.OK, seen=seen)
 
 
 def _ats(walking: list[Gpu], count: int) -> str:

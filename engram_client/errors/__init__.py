@@ -31,6 +31,7 @@ from engram_client.errors.config import (
     TooFewGpus as TooFewGpus,
     Unsupported as Unsupported,
     SocketPathInvalid as SocketPathInvalid,
+    PackageMissing as PackageMissing,
 )
 from engram_client.errors.resources import (
     ResourceError as ResourceError,

@@ -81,3 +81,10 @@ class SocketPathInvalid(ConfigError):
     path: str
     problem: str
     limit: int
+
+
+class PackageMissing(ConfigError):
+    template = "{doing} needs the Python package {package}; install this distribution with its extra [{extra}]"
+    doing: str
+    package: str
+    extra: str

@@ -24,6 +24,7 @@ from engram_client.protocol import (
     MAX_HANDOVER_BYTES,
     MAX_REQUEST_BYTES,
     AnyMessage,
+    Failed,
     HandoverReply,
     HandoverRequest,
     Reply,
@@ -34,8 +35,10 @@ from engram_client.protocol import (
     encode,
     request_id_of,
 )
-from tests.fuzz.frames import frames
+from engram_server import manifest
+from tests.fuzz.frames import REAL, REPLIES, frames
 from tests.support.daemon import Daemon, running, wait_until
+from tests.support.kept import MANIFEST
 from tests.support.soak import SEED, pick
 
 FRAMES = pick(20_000, 1_000_000)
@@ -56,7 +59,15 @@ def outcome(frame: bytes, expected: Any, limit: int) -> str:
         return error.code
     assert isinstance(message, get_args(expected))
     assert 0 <= request_id < 1 << 63
+    if isinstance(message, Failed):
+        assert str(message.error())
     return type(message).__name__
+
+
+def test_the_frames_that_chance_begins_with_are_of_every_kind() -> None:
+    for begun, unions in ((REAL, (Request, HandoverRequest)), (REPLIES, (Reply, HandoverReply))):
+        kinds = {kind.__name__ for union in unions for kind in get_args(union)}
+        assert {type(decode(frame, AnyMessage)[1]).__name__ for frame in begun} == kinds
 
 
 @pytest.mark.timeout(SETTINGS["timeout"])
@@ -72,9 +83,22 @@ def test_every_frame_is_a_message_or_an_error_with_a_name() -> None:
 
 @pytest.mark.timeout(SETTINGS["timeout"])
 def test_a_client_survives_whatever_a_daemon_sends() -> None:
-    for frame in frames(SEED + 1, FRAMES // 4):
+    seen: set[str] = set()
+    for frame in frames(SEED + 1, FRAMES // 4, REPLIES):
         for expected in (Reply, HandoverReply):
-            outcome(frame, expected, MAX_HANDOVER_BYTES)
+            seen.add(outcome(frame, expected, MAX_HANDOVER_BYTES))
+    assert {"MalformedMessage", "UnknownMessage", "ProtocolMismatch", "StatusReply", "Attached", "Granted"} <= seen
+
+
+@pytest.mark.timeout(SETTINGS["timeout"])
+def test_every_manifest_is_one_or_an_error_with_a_name() -> None:
+    seen: set[str] = set()
+    for text in frames(SEED + 5, FRAMES // 4, (MANIFEST,)):
+        try:
+            seen.add(type(manifest.decode(text, "fuzz")).__name__)
+        except EngramError as error:
+            seen.add(error.code)
+    assert seen == {"Manifest", "ManifestInvalid", "ManifestVersionUnknown"}
 
 
 def test_decoding_takes_memory_in_proportion_to_the_frame() -> None:

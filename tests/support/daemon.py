@@ -63,6 +63,7 @@ class Daemon:
         control = {"endpoint": self.endpoint, **config.get("control", {})}
         self.config_path.write_text(json.dumps({"engram_config": {"placement": "cpu"}, **config, "control": control}))
         self._log = self.log_path.open("ab")
+        self._log_start = self._log.tell()  # what its predecessors in this folder said goes before
         self.process = subprocess.Popen(
             [*wrapper, sys.executable, "-m", "engram_server.cli", "--config", str(self.config_path), *arguments],
             stderr=self._log,
@@ -83,7 +84,10 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        """What this daemon has said so far."""
+        with self.log_path.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
 
     def status(self) -> StatusReply:
         return query_status(self.endpoint, handover=self.handover)
@@ -111,6 +115,11 @@ class Daemon:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.wait_for_exit()
+
+    def kill_alone(self) -> None:
+        """SIGKILL, as it comes in real life: its children have to notice by themselves."""
+        self.process.send_signal(signal.SIGKILL)
+        self.wait_for_exit()
 
     def kill(self) -> None:
         """SIGKILL, for its children too: a loader that a test has stopped would not notice."""

@@ -4,20 +4,28 @@ It does what sd_notify(3) and sd_listen_fds(3) promise and no more: FDSTORE=1 ke
 FDNAME as long as fewer than `store_max` are kept, FDSTOREREMOVE=1 drops all of a name, and a start hands the
 stored ones back as descriptors 3 and up. Run as `service_manager.py FD... -- COMMAND` it is the last step of a
 start: the process that becomes the daemon, which alone can know its own LISTEN_PID.
+
+`python -m tests.support.service_manager run -- COMMAND` is the whole of it, for trying a restart where there is no
+systemd: it starts COMMAND, and again whenever it fails as the unit would, until it ends by itself.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 STORE_MAX = 64
+RESTART_S = 0.1
 _FIRST = 3
 
 
@@ -126,5 +134,25 @@ def _above(fd: int, least: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_DUPFD, least)
 
 
+def run(command: list[str]) -> int:
+    """Restart=on-failure and RestartPreventExitStatus=2 4 5, as in the unit. Returns the last exit status."""
+    with tempfile.TemporaryDirectory(prefix="engram-") as folder, ServiceManager(Path(folder)) as manager:
+        while True:
+            daemon = subprocess.Popen(
+                [*manager.wrapper(), *command],
+                env=os.environ | manager.environ(),
+                pass_fds=manager.descriptors(),
+            )
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda number, frame, process=daemon: process.send_signal(number))
+            status = daemon.wait()
+            if status in (0, 2, 4, 5):
+                return status
+            print(f"ended with {status}, started again; kept: {', '.join(manager.names) or 'nothing'}", file=sys.stderr)
+            time.sleep(RESTART_S)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:3] == ["run", "--"]:
+        sys.exit(run(sys.argv[3:]))
     become(sys.argv[1:])

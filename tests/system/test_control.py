@@ -1,15 +1,18 @@
-"""The daemon's end of the control socket: replies that are too large, and peers that are gone or do not read."""
+"""The daemon's end of the control socket: replies that are too large, faults of handlers, peers that do not read."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import zmq
 import zmq.asyncio
 
 from engram_client.protocol import (
     MAX_REPLY_BYTES,
+    Done,
     Failed,
     LeaseStatus,
     Reply,
@@ -64,17 +67,26 @@ def crowded(backing_reason: str = "") -> StatusReply:
 
 
 def ask(folder: Path, reply: StatusReply) -> Reply:
-    async def conversation() -> Reply:
-        control = Control(str(folder / "c.sock"), ControlConfig(), lambda asker, request: reply)
+    return ask_often(folder, lambda asker, request: reply, 1)[0]
+
+
+def ask_often(folder: Path, handle: Callable[[Asker, Request], Reply | None], times: int) -> list[Reply]:
+    """The answers to so many requests, one after another."""
+
+    async def conversation() -> list[Reply]:
+        control = Control(str(folder / "c.sock"), ControlConfig(), handle)
         context = zmq.asyncio.Context()
         try:
             with context.socket(zmq.DEALER) as asking:
                 asking.setsockopt(zmq.LINGER, 0)
                 asking.connect(f"ipc://{folder / 'c.sock'}")
-                await asking.send(encode(Status(), 1))
-                frame = await asyncio.wait_for(asking.recv(), LIMIT_S)
-                answer: Reply = decode(frame, Reply)[1]
-                return answer
+                answers = []
+                for number in range(1, times + 1):
+                    await asking.send(encode(Status(), number))
+                    answered, reply = decode(await asyncio.wait_for(asking.recv(), LIMIT_S), Reply)
+                    assert answered == number
+                    answers.append(reply)
+                return answers
         finally:
             context.term()
             await control.close()
@@ -93,6 +105,21 @@ def test_a_reply_that_cannot_be_made_shorter_is_an_error_and_not_silence(folder:
     reply = ask(folder, crowded("x" * MAX_REPLY_BYTES))
     assert isinstance(reply, Failed)
     assert reply.code == "FrameTooLarge"
+
+
+@pytest.mark.parametrize(
+    "fault", [KeyError("x"), RecursionError(), MemoryError(), OSError(24, "no descriptors")], ids=repr
+)
+def test_a_fault_in_a_handler_costs_one_request_and_not_the_daemon(fault: Exception, folder: Path) -> None:
+    def handle(asker: Asker, request: Request) -> Reply:
+        if asker.request_id == 2:
+            raise fault
+        return Done()
+
+    before, failed, after = ask_often(folder, handle, 3)
+    assert isinstance(failed, Failed)
+    assert failed.code == "InternalError"
+    assert before == after == Done()
 
 
 def test_sending_tells_whether_the_asker_is_gone_and_never_waits_for_it(folder: Path) -> None:

@@ -94,3 +94,21 @@ def test_mistakes_are_named(arguments: tuple[str, ...], code: int, named: str) -
     assert ended.returncode == code, ended.stderr
     assert named in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("package", "arguments"), [("torch", ()), ("matplotlib", ("--plot", "x.svg"))])
+def test_a_bench_where_only_the_daemons_packages_are_says_what_to_install(
+    package: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As after `pip install '.[server]'`, before a daemon is asked for anything."""
+    hidden = f"import sys; sys.modules[{package!r}] = None\n"
+    code = hidden + "from engram_server.ctl import main; sys.exit(main(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "bench", "--endpoint", f"ipc://{tmp_path}/none", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (EXIT_CONFIG, False)
+    assert "PackageMissing" in ended.stderr
+    assert package in ended.stderr

@@ -188,6 +188,7 @@ def test_how_gpus_reach_host_memory_is_told(
     folder: Path, checkpoint: Path, fake: dict[str, Any], ats: str, unified: str
 ) -> None:
     _, answer = doctor("--config", str(written(folder, checkpoint)), fake=fake)
+    assert finding(answer, "gpu_places")["seen"].startswith("node 0: GPU 0, 1")
     assert ats in finding(answer, "ats")["seen"]
     assert unified in finding(answer, "unified_memory")["seen"]
     assert finding(answer, "unified_memory")["level"] == "ok"
@@ -269,6 +270,17 @@ def test_a_wrong_configuration_is_a_finding_too(folder: Path) -> None:
     code, answer = doctor("--config", str(path))
     assert code == 2
     assert finding(answer, "config")["error"] == "ConfigInvalid"
+
+
+def test_a_lock_file_that_cannot_be_opened_is_pointed_out(folder: Path, checkpoint: Path) -> None:
+    """As a daemon of root leaves it to one of user engram; here a link to nothing, which root cannot open either."""
+    path = written(folder, checkpoint)
+    (folder / "run").mkdir()
+    (folder / "run" / "control.sock.lock").symlink_to(folder / "nothing")
+    code, answer = doctor("--config", str(path))
+    found = finding(answer, "sockets")
+    assert (code, found["level"], "control.sock.lock" in found["seen"]) == (2, "fail", True)
+    assert found["remedy"]
 
 
 def test_a_daemon_that_runs_already_is_pointed_out(per_node: Daemon) -> None:

@@ -18,9 +18,10 @@ import pytest
 
 from engram_client import connect
 from engram_client.control import ControlConnection, ask_owner, query_status
+from engram_client.endpoint import endpoint_tag
 from engram_client.errors import ConnectError, EngramError
 from engram_client.handover import HandoverConnection
-from engram_client.protocol import BEAT_INTERVAL_S, Attach, Attached, Evict, State
+from engram_client.protocol import BEAT_INTERVAL_S, TICKET_LIFETIME_S, Attach, Attached, Evict, State
 from tests.support.daemon import Daemon, wait_until
 from tests.support.soak import LONG, SEED, pick
 from tests.system.test_restart import Node, control, node_of
@@ -55,6 +56,12 @@ def loading(daemon: Daemon, dice: random.Random) -> None:
     time.sleep(dice.uniform(0, 0.2))
 
 
+def adopting(daemon: Daemon, dice: random.Random) -> None:
+    """In the look at what is there, or where nothing is there in the load's first steps."""
+    wait_until(lambda: daemon.handover_path.exists() or ended(daemon), "the descriptor socket")
+    time.sleep(dice.uniform(0, 0.1))
+
+
 def sealed(daemon: Daemon, dice: random.Random) -> None:
     """Between the first seal and the manifest, or just after it."""
     marks = ("loaded ", "took over", "ready:")
@@ -84,6 +91,7 @@ def draining(daemon: Daemon, dice: random.Random) -> None:
 MOMENTS: tuple[Callable[[Daemon, random.Random], None], ...] = (
     at_once,
     bound,
+    adopting,
     loading,
     sealed,
     handing_over,
@@ -102,29 +110,48 @@ def test_a_daemon_killed_at_any_moment_leaves_readers_right_and_its_successor_wh
 ) -> None:
     """Half of the time there is nothing to adopt, so that loads are cut too."""
     dice = random.Random(SEED)
-    before = set(os.listdir("/dev/shm"))
+    moments = [MOMENTS[turn % len(MOMENTS)] for turn in range(DAEMON_KILLS)]  # each of them, in any order
+    dice.shuffle(moments)
     with node_of(way, folder, checkpoint) as node:
         first, _ = node.start()
-        with connect(first.endpoint, rank=0, world_size=1, name="reader") as reader:
-            first.kill()
-            for _ in range(DAEMON_KILLS):
+        with (
+            connect(first.endpoint, rank=0, world_size=1, name="reader") as reader,
+            rank("lookup", first, checkpoint) as reading,
+        ):
+            first.kill_alone()
+            node.check_rows(reader)  # opens what is opened once
+            descriptors = psutil.Process().num_fds()
+            for moment in moments:
                 if dice.random() < 0.5:
                     forget(node)
-                moment = dice.choice(MOMENTS)
                 daemon = node.begin()
                 moment(daemon, dice)
                 children = children_of(daemon)
-                daemon.kill()
+                daemon.kill_alone()
                 node.check_rows(reader)
                 wait_until(lambda: not any(map(runs, children)), f"the children's end after {moment.__name__}")  # noqa: B023
             last, _ = node.start()
             with connect(last.endpoint, rank=0, world_size=1) as late:
                 node.check_rows(late)
-            names = lambda: [lease.name for lease in last.status().leases]  # noqa: E731
-            wait_until(lambda: names() == ["reader"], "the reader's new lease, and no other")
+            names = lambda: sorted(lease.name for lease in last.status().leases)  # noqa: E731
+            wait_until(lambda: names() == ["rank_loop.py", "reader"], "the readers' new leases, and no other")
+            assert reading.poll() is None, "it compares its rows all the time, and ends where one is wrong"
             assert last.stop() == 0
-    ours = {name for name in set(os.listdir("/dev/shm")) - before if str(first.endpoint) in name}
-    assert not ours
+            wait_until(lambda: psutil.Process().num_fds() <= descriptors, "as many descriptors as before")
+        assert_no_more_is_left_than_one_daemon_leaves(node, last)
+
+
+def assert_no_more_is_left_than_one_daemon_leaves(node: Node, last: Daemon) -> None:
+    """Its tables, once, and their manifest; no socket. That a purge frees these too is checked wherever a node ends."""
+    if node.manager is not None:
+        assert sorted(node.manager.names) == ["engram-manifest", "engram-segment-L1", "engram-segment-L14"]
+        assert last.names_left() == []
+    else:
+        assert sorted(last.names_left()) == sorted(map(str, (*node.named, node.manifest)))
+        assert len(node.named) == 2
+    tag = endpoint_tag(last.endpoint)
+    others = [name for name in os.listdir("/dev/shm") if tag in name and Path("/dev/shm", name) not in node.named]
+    assert not others, "a semaphore, or a segment under another name"
 
 
 def forget(node: Node) -> None:
@@ -202,6 +229,39 @@ def test_a_stopped_rank_is_seen_holds_nobody_up_can_be_evicted_and_reads_on(per_
         os.kill(hung.pid, signal.SIGCONT)
         time.sleep(0.5)
         assert hung.poll() is None, "it compares its rows, and ends where one is wrong"
+
+
+STOPS_WITH_A_TICKET = """
+import os, signal, sys
+from engram_client import client
+expect = client.Nodes.expect
+def stopping(*arguments):
+    client.Nodes.expect = expect
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return expect(*arguments)
+client.Nodes.expect = stopping
+with client.connect(sys.argv[1], rank=0, world_size=1, timeout=float(sys.argv[2])) as attached:
+    print(attached.server_alive)
+"""
+
+
+@pytest.mark.parametrize("timeout", [60, 1])
+def test_a_rank_that_is_stopped_for_longer_than_its_ticket_lives_asks_again_while_it_has_time(
+    timeout: int, per_node: Daemon
+) -> None:
+    command = [sys.executable, "-c", STOPS_WITH_A_TICKET, per_node.endpoint, str(timeout)]
+    stopped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = psutil.Process(stopped.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the stop")
+    until = time.monotonic() + TICKET_LIFETIME_S
+    wait_until(lambda: time.monotonic() > until, "the ticket's end")
+    os.kill(stopped.pid, signal.SIGCONT)
+    out, err = stopped.communicate(timeout=60)
+    if timeout > TICKET_LIFETIME_S:
+        assert (out, err) == ("True\n", "")
+    else:
+        assert "TicketInvalid" in err
+    wait_until(lambda: not per_node.status().leases, "the leases' end")
 
 
 @pytest.mark.timeout(CHURN_S + pick(240, 1200))  # the clients' imports of torch come on top

@@ -35,6 +35,7 @@ from engram_client.mapping.hostmem import HostMapping
 from engram_client.protocol import LoadProgress
 from engram_server import generate, load_child
 from engram_server.checkpoint import open_checkpoint
+from engram_server.child import environment
 from engram_server.fill import FileSource, HostTarget, fill
 from engram_server.load_job import LoadJob
 from engram_server.loader import load
@@ -461,6 +462,13 @@ class TestEnds:
         with stuck(model, tmp_path) as (job, segments), pytest.raises(ZeroDivisionError):
             run_load(job, segments, fault)
         assert children() == []
+
+    def test_the_child_starts_no_threads_but_its_own(self) -> None:
+        code = "import numpy, os; print(len(os.listdir('/proc/self/task')))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "1\n"
 
     def test_the_child_is_the_first_to_be_killed_when_memory_is_short(self, model: Path, tmp_path: Path) -> None:
         scores: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from engram_client.control import ControlConnection, ask_owner
 from engram_client.errors import (
     EXIT_CHECKPOINT,
     EXIT_OK,
+    AccessDenied,
     EngramError,
     NotAllowedNow,
     NotPermitted,
@@ -25,7 +27,7 @@ from engram_client.errors import (
     UnknownLease,
 )
 from engram_client.handover import HandoverConnection
-from engram_client.protocol import CheckState, Drain, Evict, Request, State, Verify
+from engram_client.protocol import Attach, CheckState, Drain, Evict, Request, State, Verify
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.service_manager import ServiceManager
 from tests.system.test_restart import Node, control, node_of
@@ -94,6 +96,29 @@ def test_another_user_who_may_attach_is_given_no_permit(folder: Path, checkpoint
         )
         assert (done.stdout, done.stderr) == ("not permitted\n", "")
         assert daemon.status().state is State.READY
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="becomes another user")
+def test_root_looks_and_commands_where_another_user_runs_the_daemon_and_attaches_only_if_it_is_listed(
+    folder: Path, checkpoint: Path
+) -> None:
+    """As an administrator who types `engram-ctl status` into a root shell."""
+    config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu", "replication": "per_node"}}
+    reads = "+dac_override,+dac_read_search"  # Python and the checkpoint may lie where only root may look
+    ids = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    wrapper = ("setpriv", *ids, f"--inh-caps={reads}", f"--ambient-caps={reads}")
+    os.chown(folder, NOBODY, NOBODY)
+    with running(folder, config, wrapper=wrapper) as daemon:
+        assert daemon.control_path.stat().st_uid == NOBODY
+        for command in ("status", "verify", "logs-level"):
+            done = control(daemon, command)
+            assert (done.returncode, done.stderr) == (EXIT_OK, "")
+        with pytest.raises(AccessDenied) as caught:
+            connect(daemon.endpoint, rank=0, world_size=1, timeout=5)
+        assert caught.value.uid == 0
+        assert daemon.status().leases == ()
+        assert control(daemon, "drain").returncode == EXIT_OK
+        assert daemon.wait_for_exit() == EXIT_OK
 
 
 def test_verify_reads_everything_and_says_so(per_node: Daemon) -> None:
@@ -204,6 +229,24 @@ def test_drain_ends_the_daemon_and_frees_what_is_kept_only_when_asked_to(free: b
     assert daemon.wait_for_exit() == EXIT_OK
     assert len(node.named) == (0 if free else 2)
     assert node.manifest.exists() is not free
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["here", "from another PID namespace"])
+def test_drain_waits_for_the_daemons_end_also_while_tickets_are_open(seen: bool, per_node: Daemon) -> None:
+    """A ticket that nobody redeems holds a drain up for seconds, in which whoever asks is told that it drains."""
+    with HandoverConnection.open(str(per_node.handover_path), 5) as connection:
+        with ControlConnection(per_node.endpoint, connection) as asking:
+            next(asking.request(Attach(rank=0, world_size=1, device="cpu", name="late"), 5, "attaching"))
+    wrapper = [] if seen else ["unshare", "--pid", "--fork", "--kill-child"]
+    command = [*wrapper, sys.executable, "-m", "engram_server.ctl", "drain", "--endpoint", per_node.endpoint]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if done.stderr.startswith("unshare"):
+        pytest.skip(f"no namespaces here: {done.stderr}")
+    assert (done.returncode, done.stderr) == (EXIT_OK, "")
+    if seen:
+        assert per_node.process.poll() == EXIT_OK
+    else:
+        assert not per_node.handover_path.exists()
 
 
 def test_drain_with_free_empties_the_service_managers_store(folder: Path, checkpoint: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,14 +21,17 @@ from engram_client import Client, connect
 from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.endpoint import endpoint_tag
 from engram_client.errors import EXIT_ALREADY_RUNNING, EXIT_CHECKPOINT
-from engram_client.protocol import StatusReply
+from engram_client.protocol import CheckState, StatusReply
 from engram_server.make_checkpoint import make_checkpoint
+from tests.support.call_filter import UNAVAILABLE
 from tests.support.daemon import Daemon, wait_until
+from tests.support.kept import earliest
 from tests.support.reference import CheckpointReference
 from tests.support.service_manager import ServiceManager
 from tests.system.test_serving import tmpfs
 
 WAYS = ("posix_shm", "file", "fd_store")
+UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "engram-server.service"
 PER_NODE = {"placement": "cpu", "replication": "per_node"}
 
 
@@ -39,16 +43,18 @@ class Node:
         self.manager = manager
         self.config: dict[str, Any] = {"model_path": str(checkpoint), "engram_config": PER_NODE, "host": host}
         self.environ: dict[str, str] = {}
+        self.before: tuple[str, ...] = ()
+        """What the daemon's command is put behind."""
         self.daemons: list[Daemon] = []
         self._reference = CheckpointReference(checkpoint)
 
     def begin(self, **changes: Any) -> Daemon:
         """A daemon, not waited for."""
         config = {**self.config, **changes}
-        options: dict[str, Any] = {"environ": self.environ}
+        options: dict[str, Any] = {"environ": self.environ, "wrapper": self.before}
         if self.manager is not None:
             options = {
-                "wrapper": self.manager.wrapper(),
+                "wrapper": (*self.before, *self.manager.wrapper()),
                 "environ": self.environ | self.manager.environ(),
                 "pass_fds": self.manager.descriptors(),
             }
@@ -201,7 +207,7 @@ def test_a_restarted_daemon_serves_the_memory_of_the_one_before_and_readers_neve
 
 
 def test_adoption_reads_no_byte_of_the_tables_files(shm_node: Node, tmp_path: Path) -> None:
-    """The shard files become unreadable copies of themselves: same size, time and ishm_node, no permission."""
+    """The shard files lose their content and nothing else: same size, time and inode, all zeros."""
     model = tmp_path / "model"
     shutil.copytree(shm_node.config["model_path"], model)
     shm_node.config["model_path"] = str(model)
@@ -356,6 +362,19 @@ def test_a_manifest_that_cannot_be_read_is_named_and_costs_a_load(text: str, nam
     assert len(shm_node.named) == 2
 
 
+def test_what_the_first_daemons_left_is_taken_over_by_this_one(shm_node: Node) -> None:
+    """An upgrade: the manifest lacks what later daemons write, and its version is the same."""
+    first, before = shm_node.start()
+    with connect(first.endpoint, rank=0, world_size=1) as reader:
+        first.kill()
+        shm_node.manifest.write_bytes(earliest(shm_node.manifest.read_bytes()))
+        second, status = shm_node.start()
+        assert status.adopted
+        assert [table.identity for table in status.tables] == [table.identity for table in before.tables]
+        wait_until(lambda: [lease.pid for lease in second.status().leases] == [os.getpid()], "the reader's new lease")
+        shm_node.check_rows(reader)
+
+
 def test_a_manifest_that_others_may_write_is_not_believed(shm_node: Node) -> None:
     first, _ = shm_node.start()
     first.kill()
@@ -466,6 +485,59 @@ def test_a_manager_that_is_gone_costs_nothing_but_its_news(folder: Path, checkpo
         assert "does not hear us" in daemon.log
     finally:
         node.clean_up()
+
+
+def test_the_double_that_the_guide_names_brings_a_killed_daemon_back_with_its_tables(
+    folder: Path, checkpoint: Path
+) -> None:
+    node = Node(folder, checkpoint, {"backing": "memfd"}, None)
+    try:
+        double = (sys.executable, "-m", "tests.support.service_manager", "run", "--")
+        daemon = Daemon(folder, node.config, wrapper=double)
+        node.daemons.append(daemon)
+        first = daemon.wait_for()
+        with connect(daemon.endpoint, rank=0, world_size=1) as reader:
+            os.kill(first.pid, signal.SIGKILL)
+            wait_until(lambda: not reader.server_alive, "the end of the daemon")
+            wait_until(lambda: reader.server_alive, "the next one")
+            second = daemon.status()
+            assert (second.adopted, second.pid != first.pid) == (True, True)
+            node.check_rows(reader)
+        assert daemon.stop() == 0
+        assert "started again; kept: engram-segment-L1" in daemon.log
+    finally:
+        node.clean_up()
+
+
+@pytest.mark.parametrize("host", [{"backing": "posix_shm"}, {"numa": "interleave"}], ids=str)
+def test_under_the_units_system_call_filter_the_daemon_loads_is_killed_adopts_and_checks(
+    host: dict[str, str], folder: Path, checkpoint: Path
+) -> None:
+    """With systemd's own lists of calls and a real filter: what the unit forgets ends the daemon at its first use."""
+    filtered = (sys.executable, "-m", "tests.support.call_filter", str(UNIT), "--")
+    probe = subprocess.run([*filtered, "true"], check=False)
+    if probe.returncode == UNAVAILABLE:
+        pytest.skip("no systemd-analyze or no libseccomp here")
+    assert probe.returncode == 0
+    with ServiceManager(folder / "manager") as manager:
+        node = Node(folder, checkpoint, host, manager)
+        node.config["metrics"] = {"listen": "127.0.0.1:0"}
+        node.before = filtered
+        try:
+            first, _ = node.start()
+            assert control(first, "verify").returncode == 0, first.log
+            first.kill()
+            second, status = node.start()
+            assert status.adopted
+            wait_until(lambda: (c := second.status().check) and c.state is not CheckState.RUNNING, "the check's end")
+            check = second.status().check
+            assert check is not None
+            assert check.state is CheckState.PASSED, check
+            with connect(second.endpoint, rank=0, world_size=1) as client:
+                node.check_rows(client)
+            assert control(second, "drain").returncode == 0
+        finally:
+            node.clean_up()
 
 
 # Memory of the CUDA driver, on a fake that keeps exported memory as a driver does

@@ -96,6 +96,8 @@ def test_every_state_can_end_and_every_request_has_states_that_answer_it() -> No
     ends = {State.DRAINING, State.FAILED}
     for current in set(State) - ends:
         assert ends <= state.TRANSITIONS[current]
+    assert state.TRANSITIONS[State.DRAINING] == {State.FAILED}
+    assert state.TRANSITIONS[State.FAILED] == frozenset()
     assert set(state.RULES) == set(get_args(Request))
     assert all(rule.answered for rule in state.RULES.values())
     assert not any(rule.answered & rule.waits for rule in state.RULES.values())

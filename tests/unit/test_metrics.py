@@ -121,15 +121,20 @@ def served() -> Iterator[Served]:
     found.close()
 
 
-def test_the_page_metrics_status_and_probes_are_served(served: Served) -> None:
+def test_the_page_metrics_and_status_are_served(served: Served) -> None:
     assert served.get("/")[2].startswith(b"<!doctype html>")
     assert values(served.get("/metrics")[2])["engram_uptime_seconds", ()] == 3
     assert json.loads(served.get("/status.json")[2])["status"]["state"] == "ready"
-    assert served.get("/livez")[0] == 200
-    assert served.get("/readyz")[0] == 200
-    served.state = State.LOADING
-    assert served.get("/livez")[0] == 200, "a load is no reason to restart"
-    assert served.get("/readyz")[0] == 503
+
+
+@pytest.mark.parametrize("state", State)
+def test_probes_tell_the_states_apart_and_only_ready_is_ready(state: State, served: Served) -> None:
+    """Alive in all of them: a load is no reason to restart, and a degraded daemon's clients read on."""
+    served.state = state
+    status, _, body = served.get("/livez")
+    assert (status, body) == (200, f"{state}\n".encode())
+    status, _, body = served.get("/readyz")
+    assert (status, body) == (200 if state is State.READY else 503, f"{state}\n".encode())
 
 
 def test_the_page_may_run_its_own_script_and_nothing_else(served: Served) -> None:

@@ -164,3 +164,16 @@ def test_preparing_a_generated_table_gives_its_plan() -> None:
     assert prepared.source.tables is None
     assert prepared.plan.needed_bytes >= sum(table.nbytes for table in prepared.plan.tables)
     assert all(finding.level is not Level.OK for finding in prepared.findings)
+
+
+def test_the_daemon_says_before_it_allocates_what_the_doctor_warns_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing twice: short memory, small pages and nodes without a policy are in the plan's own words."""
+    nodes = tuple(NumaNode(id=index, total=GIB, available=GIB) for index in (0, 1))
+    old = machine(kernel=(5, 10), nodes=nodes, thp_enabled=None)
+    monkeypatch.setattr(preflight.Machine, "read", lambda root="/", folder=None: old)
+    prepared = preflight.prepare(settings(host={"memory_check": "off", "backing": "memfd"}))
+    said = {finding.id for finding in prepared.findings}
+    warned = {f.id for f in preflight.machine_findings(old, settings(), prepared.plan) if f.level is Level.WARN}
+    assert {"kernel", "thp", "numa"} <= warned
+    assert said & warned == warned - preflight.PLAN_SAYS
+    assert len(prepared.plan.remarks) >= 2

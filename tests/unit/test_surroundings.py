@@ -12,8 +12,11 @@ from engram_server import surroundings
 from engram_server.config import Config, HostConfig
 from engram_server.findings import Level
 from engram_server.gpus import Gpu, Gpus
+from engram_server.machine import NumaNode
+from engram_server.plan import make_plan
 from engram_server.surroundings import Entry
 from tests.support.machines import GIB, SHM, machine, record
+from tests.support.released import RELEASED
 
 GPU = Gpu(ordinal=0, uuid="GPU-0", name="One", free=GIB, total=GIB, granularity=2 << 20, host_node=0)
 MIB = 1 << 20
@@ -78,6 +81,29 @@ def test_interleaving_over_a_gpus_own_memory_is_a_warning(numa: str, level: Leve
     assert (found.level, bool(found.remedy)) == (level, level is Level.WARN)
 
 
+@pytest.mark.parametrize(
+    ("numa", "level", "said"),
+    [
+        ("none", Level.OK, "node 0: GPU 0; node 1: GPU 1"),
+        ("interleave", Level.OK, "node 0: GPU 0; node 1: GPU 1"),
+        ("1", Level.OK, "the tables will be on node 1, so those of node 0 read across"),
+        ("2", Level.WARN, "the tables will be on node 2, beside none of them"),
+    ],
+)
+def test_where_gpus_are_is_told_and_tables_beside_none_of_them_are_a_warning(
+    numa: str, level: Level, said: str
+) -> None:
+    other = msgspec.structs.replace(GPU, ordinal=1, uuid="GPU-1", host_node=1)
+    nodes = tuple(NumaNode(id=node, total=GIB, available=GIB) for node in range(3))
+    raw = {"engram_config": {"placement": "cpu"}, "host": {"numa": numa, "backing": "memfd"}}
+    plan = make_plan(
+        msgspec.convert(raw, Config), RELEASED, machine(nodes=nodes), gpus(GPU, other), check_resources=False
+    )
+    (found,) = surroundings.place_findings(gpus(GPU, other), plan)
+    assert (found.level, said in found.seen, bool(found.remedy)) == (level, True, level is Level.WARN)
+
+
 def test_without_gpus_nothing_is_said_of_their_memory() -> None:
+    assert list(surroundings.place_findings(None, None)) == []
     assert list(surroundings.memory_link_findings(None, None)) == []
     assert list(surroundings.memory_link_findings(Gpus.none("none"), None)) == []
