@@ -22,8 +22,8 @@ from engram_client.cuda import access
 from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.errors import AllocationFailed, CudaCallFailed, ReadFailed, TruncatedFile
 from engram_client.identity import block_digest, table_root
-from engram_client.layout import BLOCK_ROWS, Shard, TableGeometry, digest_pieces
-from engram_client.protocol import Backing, LoadProgress, LoadReport, RowFormat, SegmentInfo
+from engram_client.layout import BLOCK_ROWS, RowFormat, Shard, TableGeometry, digest_pieces
+from engram_client.protocol import Backing, LoadProgress, LoadReport, SegmentInfo
 from engram_server import device_fill, device_pump
 from engram_server.device_target import DeviceTarget, Span
 from engram_server.load_job import BlockDigest, LoadJob, PartResult, PieceDigest
