@@ -1,5 +1,5 @@
 # Two commands do everything: `make demo` and `make test`. Each makes .venv first if need be.
-.PHONY: demo test test-gpu test-sglang check format bench bench-gpu bench-full bench-sglang soak fuzz clean
+.PHONY: demo test test-gpu sanitize-gpu test-sglang check format bench bench-gpu bench-full bench-sglang soak fuzz clean
 .DELETE_ON_ERROR:
 
 # The newest interpreter that is new enough; override with `make PYTHON=...`.
@@ -38,15 +38,34 @@ bench: .venv/installed
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-bench-gpu: .venv/installed
-	$(BIN)/python -m tests.bench.gather_gpu
+# The kernels under compute-sanitizer, which comes with a CUDA toolkit; api errors are not asked for, because the bindings
+# and torch look for calls that an older driver does not have. Minutes.
+SANITIZER ?= compute-sanitizer
+sanitize-gpu: .venv/installed
+	set -e; for tool in memcheck racecheck initcheck; do \
+		$(SANITIZER) --tool $$tool --report-api-errors no --error-exitcode 9 $(BIN)/python -m pytest -m gpu -o timeout=900 \
+			tests/gpu/test_gather.py tests/gpu/test_digest.py -k "not four_gib and not captured and not failed_driver_call"; done
+
+# SGLang's kernels, to compare with: its wheel alone, for they import torch and Triton only.
+.bench-sglang/installed: tests/sglang/requirements.txt .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) \
+		"$$(grep '^sglang==' $<)"
+	touch $@
+
+SGLANG_KERNELS := .bench-sglang/sglang/kernels/ops/embeddings/engram_gather.py
+
+bench-gpu: .venv/installed .bench-sglang/installed
+	$(BIN)/python -m tests.bench.gather_gpu --sglang $(SGLANG_KERNELS)
 	$(BIN)/python -m tests.bench.client_gpu
 	$(BIN)/python -m tests.bench.load_gpu
-	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then $(BIN)/python -m tests.bench.two_gpus; fi
+	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then \
+		$(BIN)/python -m tests.bench.two_gpus --sglang $(SGLANG_KERNELS); fi
+	$(BIN)/python -m tests.bench.bars
 
 # Tables of full size, whole in host memory and split over two GPUs: 200 GiB of each.
 bench-full: .venv/installed
 	$(BIN)/python -m tests.bench.full_size
+	$(BIN)/python -m tests.bench.bars
 
 # The long forms of the kill and churn tests: 200 daemons and 200 ranks killed, 64 clients for five minutes beside a
 # daemon that restarts. About an hour, and three GiB of memory; ENGRAM_SEED=n for other moments.
@@ -77,4 +96,4 @@ bench-sglang: .venv-sglang/installed
 	.venv-sglang/bin/python -m tests.sglang.bench
 
 clean:
-	rm -rf .venv .venv-sglang build *.egg-info engram_client/_native*.so engram_server/_pump*.so
+	rm -rf .venv .venv-sglang .bench-sglang build *.egg-info engram_client/_native*.so engram_server/_pump*.so

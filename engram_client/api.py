@@ -130,7 +130,7 @@ class Table(Protocol):
 
         On a GPU the rows lie in a buffer of this table, at the same address each time, until its next prefetch.
         Both calls can be captured in a CUDA graph, in the same one; prefetch as many ids eagerly before, so
-        that the buffer is not the graph's. Raises as `lookup` does.
+        that the buffer is not the graph's. torch.compile breaks its graph at either. Raises as `lookup` does.
         """
         ...
 

@@ -14,28 +14,24 @@ from typing import TYPE_CHECKING, Self, cast
 
 import msgspec
 
-from engram_client.control import ControlConnection
+from engram_client import attaching
 from engram_client.counters import Reporter
 from engram_client.errors import (
     ClientClosed,
-    ConnectTimeout,
     ForkedClient,
     IdsShapeInvalid,
     RankInvalid,
-    ServerDraining,
-    TicketInvalid,
-    TransferCut,
     UnknownLayer,
 )
-from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_end
+from engram_client.handover import REPLY_LEAST_S
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_VALUES
 from engram_client.lease import Lease
+from engram_client.lookup import numbers
 from engram_client.mapping.segments import CpuMapping, GpuMapping, gpu_ordinal, map_for_cpu, map_for_gpu
 from engram_client.nodes import Nodes
 from engram_client.protocol import (
     DEFAULT_ENDPOINT,
-    TICKET_LIFETIME_S,
     Attach,
     Attached,
     Progress,
@@ -100,7 +96,7 @@ def _open(
     group: ProcessGroup | None,
     strict: bool,
 ) -> MappedClient:
-    ordinal = gpu_ordinal(request.device)
+    ordinal = nodes.ordinal = gpu_ordinal(request.device)
     kernels = None
     if ordinal is not None:
         from engram_client.gpu import prepare  # brings torch, which a rank has and a tool may not
@@ -109,24 +105,22 @@ def _open(
     started = time.monotonic()
     deadline = started + timeout
     sockets = handover_path(endpoint, handover)
+
+    def heard(progress: Progress) -> None:
+        nodes.hear(progress)
+        if on_progress is not None:
+            on_progress(progress)
+
     with contextlib.ExitStack() as undo:
-        while True:
-            lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
-            answered = time.monotonic()
-            together = nodes.expect(attached.options, ordinal)
-            received = contextlib.ExitStack()
-            try:
-                patience = max(deadline - time.monotonic(), REPLY_LEAST_S)
-                descriptors = received.enter_context(lease.redeemed(attached.ticket, patience))
-                break
-            except TicketInvalid:  # this process was stopped for longer than a ticket lives: another one is to be had
-                if not answered + TICKET_LIFETIME_S <= time.monotonic() < deadline:
-                    raise
-                undo.close()  # the connections of this attempt
+        received = contextlib.ExitStack()
+        lease, control, attached, descriptors = attaching.receive(
+            undo, received, endpoint, sockets, request, deadline, timeout, heard, nodes.expect
+        )
+        together = attached.options.reads_across_nodes
         with received:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
             # From here on beats are sent: other nodes may take long to load their tables.
-            kept = Lease(lease, functools.partial(_renew, endpoint, handover, _same_tables(request, attached)))
+            kept = Lease(lease, functools.partial(attaching.renew, endpoint, handover, request, attached))
             undo.callback(kept.close)
             sources: dict[str, int | bytes] = {**descriptors}
             if together:
@@ -155,81 +149,9 @@ def _identities(demanded: Mapping[int, TableIdentity | str]) -> tuple[TableIdent
     )
 
 
-def _same_tables(request: Attach, attached: Attached) -> Attach:
-    """The request for a lease on exactly what `attached` handed out; it never waits for a load."""
-    return msgspec.structs.replace(
-        request,
-        layers=tuple(table.geometry.layer_id for table in attached.tables),
-        identity=tuple(table.identity for table in attached.tables),
-        roots={},
-        wait=False,
-    )
-
-
-def _renew(endpoint: str, handover: str | None, request: Attach) -> HandoverConnection:
-    """A new lease. Its descriptors are not needed: the memory is mapped."""
-    lease = HandoverConnection.open(handover_path(endpoint, handover), 0)
-    try:
-        with ControlConnection(endpoint, lease) as control:
-            attached = _attach(control, lease, request, time.monotonic(), 0, None)
-        with lease.redeemed(attached.ticket, REPLY_LEAST_S):
-            pass
-    except BaseException:
-        lease.close()
-        raise
-    return lease
-
-
 def _printable(name: str) -> str:
     """A program's name need not be text: its odd bytes are spelled out, and the message has room for 64."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")[:64]
-
-
-def _obtain(
-    undo: contextlib.ExitStack,
-    endpoint: str,
-    sockets: str,
-    request: Attach,
-    deadline: float,
-    timeout: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> tuple[HandoverConnection, ControlConnection, Attached]:
-    """What a daemon answers; the connections belong to `undo`. One that drains is about to be replaced: while
-    there is time, its successor is waited for."""
-    left = timeout
-    while True:
-        with contextlib.ExitStack() as attempt:
-            lease = None
-            try:
-                lease = attempt.enter_context(HandoverConnection.open(sockets, left))
-                control = attempt.enter_context(ControlConnection(endpoint, lease))
-                attached = _attach(control, lease, request, deadline, timeout, on_progress)
-                undo.enter_context(attempt.pop_all())
-                return lease, control, attached
-            except ServerDraining:
-                wait_for_end(lease, deadline)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise
-
-
-def _attach(
-    control: ControlConnection,
-    lease: HandoverConnection,
-    request: Attach,
-    deadline: float,
-    timeout: float,
-    on_progress: Callable[[Progress], None] | None,
-) -> Attached:
-    left = max(deadline - time.monotonic(), REPLY_LEAST_S)
-    for reply in control.request(request, left, "waiting for the tables"):
-        if isinstance(reply, Attached):
-            if reply.epoch != lease.epoch:
-                raise lease.last_error() or TransferCut(doing="attaching (the daemon was replaced meanwhile)")
-            return reply
-        if isinstance(reply, Progress) and on_progress is not None:
-            on_progress(reply)
-    raise ConnectTimeout(timeout_s=timeout, doing="waiting for the tables", cause="no reply")
 
 
 def _map(
@@ -273,6 +195,7 @@ class MappedClient:
         self._gpu: GpuTables | None = None
         self._owner_pid = os.getpid()
         self._closed = False
+        self._number = numbers.register(self)
         # A client that is dropped without close() gives its lease up all the same.
         weakref.finalize(self, lease.close)
         weakref.finalize(self, reporter.close)
@@ -345,6 +268,17 @@ class MappedClient:
     def lookup_all(self, ids: Tensor, *, hashed: bool = False) -> Tensor:
         import torch
 
+        if torch.compiler.is_compiling():
+            from engram_client.lookup import ops
+
+            rows: Tensor = ops.lookup_all(ids, self._number, hashed)
+            return rows.transpose(0, 1)
+        return self.lookup_all_now(ids, hashed).transpose(0, 1)
+
+    def lookup_all_now(self, ids: Tensor, hashed: bool) -> Tensor:
+        """bfloat16 `[layers, tokens, columns, 256]`; compiled code calls it through an operator."""
+        import torch
+
         from engram_client.lookup.checks import check_ids
 
         tables = [self.table(layer) for layer in self._infos]
@@ -362,7 +296,7 @@ class MappedClient:
         else:
             for table in tables:
                 table.count(ids.numel() // len(tables))
-        return out.transpose(0, 1)
+        return out
 
     def check(self) -> None:
         self.check_usable("check()")

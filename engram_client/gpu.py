@@ -83,7 +83,8 @@ class GpuTables:
 
     def _memory(self, segments: Sequence[SegmentInfo]) -> Memory:
         if any(segment.backing is not Backing.CUDA_DEVICE for segment in segments):
-            return Memory.HOST
+            walks = "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES"
+            return Memory.COHERENT if self._kernels.driver.attribute(self._kernels.ordinal, walks) else Memory.HOST
         return Memory.DEVICE if all(segment.device == self._uuid for segment in segments) else Memory.PEER
 
     def lookup_all(self, tables: Sequence[MappedTable], ids: Tensor, out: Tensor, hashed: bool) -> bool:

@@ -19,10 +19,15 @@ def is_there() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of the group; 1 without any, -1 when this process is in no place of it."""
+    return dist.get_world_size(group) if is_there() else 1
+
+
 def check(group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
     """Raises GroupInvalid when the group does not have world_size ranks, GroupRankMismatch when this process has
     another place in it than `rank`."""
-    found = dist.get_world_size(group) if is_there() else 1
+    found = size(group)
     if found != world_size:
         raise GroupInvalid(found=found, rank=rank, world_size=world_size)
     group_rank = dist.get_rank(group)
@@ -30,10 +35,11 @@ def check(group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
         raise GroupRankMismatch(group_rank=group_rank, rank=rank)
 
 
-def gather_bytes(mine: bytes, group: dist.ProcessGroup | None, ordinal: int, limit: int) -> list[bytes]:
+def gather_bytes(mine: bytes, group: dist.ProcessGroup | None, ordinal: int | None, limit: int) -> list[bytes]:
     """Everybody's bytes, in the group's order. A collective: it waits for all ranks, as long as the group's timeout.
 
-    ordinal: the GPU whose memory the bytes pass through where the group has no backend for the host's.
+    ordinal: the GPU whose memory the bytes pass through where the group has no backend for the host's; None for the
+    current one. Two ranks on one GPU would end NCCL's exchange.
     Raises ExchangeFailed.
     """
     try:
@@ -56,7 +62,9 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None, ordinal: int, lim
     return [rows[rank, :count].tobytes() for rank, count in enumerate(sizes)]
 
 
-def _device_of(group: dist.ProcessGroup | None, ordinal: int) -> torch.device:
+def _device_of(group: dist.ProcessGroup | None, ordinal: int | None) -> torch.device:
     """A group's name is that of a backend; one with NCCL may have gloo beside it."""
     backends = str(dist.get_backend_config(group))
-    return torch.device("cuda", ordinal) if "nccl" in backends and "gloo" not in backends else torch.device("cpu")
+    if "nccl" not in backends or "gloo" in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if ordinal is None else ordinal)

@@ -9,6 +9,7 @@ raise and nobody waits for a rank that has given up. Without torch until ranks m
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import sys
@@ -37,9 +38,12 @@ from engram_client.protocol import (
     FabricHandle,
     Failed,
     Offer,
+    Progress,
     RankMessage,
     ResolvedOptions,
+    Secret,
     SegmentInfo,
+    State,
     TableInfo,
     decode,
     encode,
@@ -76,29 +80,47 @@ class Nodes:
         self._rank = rank
         self._world_size = world_size
         self._group = group
-        self._ordinal = 0
+        self.ordinal: int | None = None
+        """This rank's GPU."""
+        self._options: ResolvedOptions | None = None
+        self._asked_at = State.STARTING
         self._next = _Next.UNKNOWN
 
     def __repr__(self) -> str:
         return f"<Nodes, rank {self._rank} of {self._world_size}: {self._next.name.lower()} next>"
 
-    def expect(self, options: ResolvedOptions, ordinal: int | None) -> bool:
-        """Whether ranks meet, now that the options are known; `ordinal` is this rank's GPU. From then on the others
-        wait for this one.
+    def hear(self, progress: Progress) -> None:
+        """Of a daemon that loads. Should that fail, the daemon ends and cannot be asked any more what it was for, so it
+        is asked now: once in each state, as it does not know before it loads."""
+        if self._next is _Next.UNKNOWN and progress.state is not self._asked_at:
+            self._asked_at = progress.state
+            try:
+                self._expected()
+            except Exception as error:  # of any kind: this rank has not failed
+                log.debug("while the daemon loads: %r", error)
+
+    def expect(self, options: ResolvedOptions) -> bool:
+        """Whether ranks meet, now that the options are known. From then on the others wait for this one.
 
         Raises GroupNeeded, GroupInvalid or GroupRankMismatch.
         """
-        self._next = _Next.NOTHING  # who is not in the group cannot come to its collectives
+        self._next = _Next.NOTHING
         if not options.reads_across_nodes:
             return False
         from engram_client import group as groups  # brings torch, which a rank has
 
-        self._ordinal = ordinal or 0
         if not groups.is_there():
             raise GroupNeeded(nnodes=options.nnodes)
+        if self._is_for(options):  # also when this rank is not the one it says: the others need not know
+            self._next = _Next.OFFERS
         groups.check(self._group, self._rank, self._world_size)
-        self._next = _Next.OFFERS
         return True
+
+    def _is_for(self, options: ResolvedOptions) -> bool:
+        """Whether the group is one whose ranks meet: who is in another cannot come to the collectives of this."""
+        from engram_client import group as groups
+
+        return options.reads_across_nodes and groups.size(self._group) == options.tp_size
 
     def exchange(
         self, attached: Attached, handles: Sequence[FabricHandle]
@@ -114,7 +136,7 @@ class Nodes:
         check_offers(offers)
         self._next = _Next.AGREEMENT
         return merged(attached, offers), {
-            each.segment: each.handle
+            each.segment: Secret(each.handle)
             for offer in offers
             if offer.options.node_rank != options.node_rank
             for each in offer.handles
@@ -132,34 +154,31 @@ class Nodes:
             error = InternalError(doing="attaching", problem=repr(error)[:500])
         try:
             if self._next is not _Next.NOTHING and (self._next is not _Next.UNKNOWN or self._expected()):
-                self._meet(Failed.of(error))
+                self._meet(_as_message(error))
         except Exception as other:  # of any kind: what is raised must be what this rank failed with
             log.debug("after %s: %r", error.code, other)
 
     def _expected(self) -> bool:
         """Whether the others will come to exchange offers; asked by a rank that failed before it could know."""
-        if self._world_size == 1 or "torch.distributed" not in sys.modules:
+        if "torch.distributed" not in sys.modules:
             return False
         from engram_client import group as groups
 
-        try:
-            if not groups.is_there():
-                return False
-            groups.check(self._group, self._rank, self._world_size)
-            options = query_status(self._endpoint, timeout=0, handover=self._handover).options
-        except EngramError:
+        if groups.size(self._group) < 2:
             return False
-        return options is not None and options.reads_across_nodes
+        with contextlib.suppress(EngramError):  # what it said before counts when it is gone
+            self._options = query_status(self._endpoint, timeout=0, handover=self._handover).options or self._options
+        return self._options is not None and self._is_for(self._options)
 
     def _meet(self, mine: RankMessage) -> list[RankMessage]:
         """What all ranks say, if none has failed. Raises what `_failure_of` finds, and ExchangeFailed."""
         from engram_client import group as groups
 
+        frame = Secret(encode(mine))
         self._next = _Next.NOTHING  # whatever comes of it, it has been one
-        frame = encode(mine)
         heard: list[RankMessage] = [
-            decode(each, RankMessage)[1]
-            for each in groups.gather_bytes(frame, self._group, self._ordinal, MAX_REPLY_BYTES)
+            decode(Secret(each), RankMessage)[1]
+            for each in groups.gather_bytes(frame, self._group, self.ordinal, MAX_REPLY_BYTES)
         ]
         for rank, message in enumerate(heard):
             if isinstance(message, Failed):
@@ -167,6 +186,16 @@ class Nodes:
             if type(message) is not type(mine) and not isinstance(mine, Failed):
                 raise ExchangeFailed(problem=f"rank {rank} sends a {type(message).__name__}")
         return heard
+
+
+def _as_message(error: EngramError) -> Failed:
+    """One that can be sent, or the others would wait for it."""
+    failed = Failed.of(error)
+    try:
+        encode(failed)
+    except Exception as wrong:  # too long, or with a number that msgpack has no room for
+        return Failed.of(InternalError(doing="attaching", problem=f"{error.code}, which cannot be sent ({wrong!r})"))
+    return failed
 
 
 def _failure(rank: int, message: Failed) -> EngramError:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engram_client.errors import EngramError, IncompatibleSGLang
+from engram_client.errors import IncompatibleSGLang
 
 if TYPE_CHECKING:
     from engram_client.sglang_layer import Hook
@@ -172,10 +172,10 @@ def refuse(module: ModuleType | None, problem: str) -> None:
 
 
 def incompatible(problem: str) -> IncompatibleSGLang:
-    return IncompatibleSGLang(found=_version(), supported=SUPPORTED, problem=problem)
+    return IncompatibleSGLang(found=version(), supported=SUPPORTED, problem=problem)
 
 
-def _version() -> str:
+def version() -> str:
     try:
         from sglang.version import __version__
     except ImportError:
@@ -219,24 +219,14 @@ def _spell(parameters: Parameters | None) -> str:
 
 def main() -> int:
     """`python -m engram_client.sglang`: what an engine in this environment would find. Exit code 0 if it would run."""
-    from engram_client.control import query_status
+    from engram_client import sglang_check
 
-    _, problem = find_layer()
-    if problem is not None:
-        sys.stdout.write(f"{incompatible(problem)}\n")
-        return 1
-    sys.stdout.write(f"SGLang {_version()}: {EMBEDDING} can be hooked ({', '.join(HOOKED)})\n")
-    endpoint = os.environ.get(ENDPOINT_VARIABLE)
-    if not endpoint:
-        sys.stdout.write(f"{ENDPOINT_VARIABLE} is not set: the plugin changes nothing\n")
-        return 1
     try:
-        status = query_status(endpoint, timeout=0, handover=os.environ.get("ENGRAM_HANDOVER") or None)
-    except EngramError as error:
-        sys.stdout.write(f"{endpoint}: {error}\n")
+        for finding in sglang_check.findings():
+            sys.stdout.write(f"{finding}\n")
+    except sglang_check.Problem as problem:
+        sys.stdout.write(f"{problem}\n")
         return 1
-    layers = ", ".join(str(table.geometry.layer_id) for table in status.tables)
-    sys.stdout.write(f"{endpoint}: the daemon is {status.state}, layers {layers or 'not known yet'}\n")
     return 0
 
 

@@ -14,7 +14,7 @@ from engram_client.counters import Meter
 from engram_client.errors import InvalidIds, OutInvalid
 from engram_client.identity import TableIdentity
 from engram_client.layout import ROW_SCALES, ROW_VALUES
-from engram_client.lookup import ops, runtime
+from engram_client.lookup import numbers, ops, runtime
 from engram_client.lookup.checks import Found, Invalid, check_ids, stored_out
 from engram_client.lookup.collective import LocalRows, ShardedLookup
 from engram_client.lookup.cuda import GpuRows
@@ -61,7 +61,7 @@ class MappedTable:
         self._lookup = ShardedLookup(group, rank, world_size, info.geometry, local, whole=whole)
         alone = whole or world_size == 1
         self._again = local.lookup_again if alone and isinstance(local, GpuRows) else None
-        self._number = ops.register(self)
+        self._number = numbers.register(self)
 
     def __repr__(self) -> str:
         return f"<table of layer {self.layer_id}: {self.rows} rows, {self.invalid_ids} invalid ids seen>"
@@ -201,6 +201,11 @@ class MappedTable:
     def prefetch(
         self, ids: Tensor, *, hashed: bool = False, tokens: Tokens = "same", counts: Sequence[int] | None = None
     ) -> PendingRows:
+        if torch.compiler.is_compiling():
+            from engram_client.lookup.uncompiled import eagerly
+
+            begun: PendingRows = eagerly(self.prefetch, ids, hashed=hashed, tokens=tokens, counts=counts)
+            return begun
         self._check_usable(self._name)
         if self._strict:
             self._refuse_counted()

@@ -119,35 +119,26 @@ def plot(path: str, found: Sequence[Measurement]) -> None:
 
 
 def _show(found: Sequence[Measurement]) -> None:
+    """A table for each device and way of looking up; 80 columns hold it."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "device",
-        "layer",
-        "lookup",
-        "ids",
-        "tokens",
-        "rows",
-        "median us",
-        "best us",
-        "worst us",
-        "rows/s",
-        "GB/s",
-        title="lookups",
-    )
-    for each in found:
-        table.add_row(
-            each.device,
-            str(each.layer),
-            each.lookup,
-            each.ids,
-            f"{each.tokens:,}",
-            f"{each.rows:,}",
-            f"{each.median_us:,.1f}",
-            f"{each.best_us:,.1f}",
-            f"{each.worst_us:,.1f}",
-            f"{each.rows_per_second:,.0f}",
-            f"{each.bytes_per_second / 1e9:.2f}",
-        )
-    Console().print(table)
+    for device, lookup in dict.fromkeys((each.device, each.lookup) for each in found):
+        table = Table(title=f"lookups on {device}, {lookup}: microseconds")
+        table.add_column("layer")
+        table.add_column("ids")
+        for name in ("tokens", "median", "best", "worst", "Mrows/s", "GB/s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for each in found:
+            if (each.device, each.lookup) == (device, lookup):
+                table.add_row(
+                    str(each.layer),
+                    each.ids,
+                    f"{each.tokens:,}",
+                    f"{each.median_us:,.1f}",
+                    f"{each.best_us:,.1f}",
+                    f"{each.worst_us:,.1f}",
+                    f"{each.rows_per_second / 1e6:,.1f}",
+                    f"{each.bytes_per_second / 1e9:.2f}",
+                )
+        Console().print(table)

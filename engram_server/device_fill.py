@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol
 
 from engram_client.cuda.driver import Driver
+from engram_client.errors import AllocationFailed
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES
 from engram_server.device_target import DeviceTarget
 from engram_server.fill import run_threads
@@ -94,13 +95,17 @@ _kept: list[mmap.mmap] = []
 
 class Staging:
     """Pinned memory for `threads` threads, `per_thread` slots of at least `nbytes` each, registered in one call. To
-    be made, and its slots used, in the GPU's context."""
+    be made, and its slots used, in the GPU's context. Raises AllocationFailed or CudaCallFailed."""
 
     def __init__(self, driver: Driver, threads: int, nbytes: int, per_thread: int = SLOTS_PER_THREAD) -> None:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         total = -(-threads * per_thread * size // HUGE_PAGE) * HUGE_PAGE
         # Private: shared anonymous memory gets huge pages only where the machine allows them to tmpfs.
-        memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise AllocationFailed(backing="pinned", needed=total, problem=problem) from error
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         _kept.append(memory)

@@ -56,6 +56,8 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
                 else:
                     staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
             reporter.add(allocated)
+            if digester is not None:
+                digester.result()  # a GPU that cannot digest is known before it is filled, which may take minutes
         with reporter.phase("loading", stored):
             if pumped:
                 device_pump.fill(job, targets, staging, reporter.add)

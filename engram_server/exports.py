@@ -6,7 +6,7 @@ rank is given those of its own shards over its lease, and the ranks of a group e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engram_client.errors import CudaCallFailed, FabricUnavailable, NotAllowedNow
 from engram_client.protocol import FabricHandle, ResolvedOptions
@@ -33,10 +33,10 @@ class Exports:
         return f"<Exports of {len(self._handles)} segments{self.problem and ', unavailable: '}{self.problem}>"
 
     @classmethod
-    def of(cls, plan: Plan, segments: Iterable[Segment], adopted: bool) -> Exports:
+    def of(cls, plan: Plan, segments: Iterable[Segment], adopted: Collection[str] = ()) -> Exports:
         """Asks the driver, which is a matter of milliseconds a segment. Raises nothing: what fails is `problem`.
 
-        adopted: whether segments were imported by their descriptors, which a driver need not export again.
+        adopted: ids of those that were imported by their descriptors, which a driver need not export again.
         """
         if not plan.options.reads_across_nodes:
             return cls()
@@ -50,7 +50,7 @@ class Exports:
                 handle = FabricHandle(segment=segment.info.id, handle=segment.export_fabric())
             except CudaCallFailed as error:
                 problem = f"{error.call} answers {error.name} for segment {segment.info.id}"
-                if not adopted:
+                if segment.info.id not in adopted:
                     return cls(plan.options, problem)
                 problem += ", which this daemon took over from an earlier one"
                 return cls(plan.options, problem, _RELOAD)

@@ -53,6 +53,8 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where only their number was asked for."""
     problem: str = ""
     """Why no GPU can be used."""
+    device_problem: str = ""
+    """Why the driver cannot allocate GPU memory that other processes map."""
     host_problem: str = ""
     """Why the driver cannot allocate host memory."""
     host_granularity: int = 2 << 20
@@ -62,7 +64,7 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def none(cls, problem: str) -> Gpus:
-        return cls(count=0, problem=problem, host_problem=problem, fabric_problem=problem)
+        return cls(count=0, problem=problem, device_problem=problem, host_problem=problem, fabric_problem=problem)
 
 
 def read(config: Config) -> Gpus:
@@ -96,9 +98,13 @@ def ask(driver: Driver, wanted: Sequence[int | str] | None) -> Gpus:
     uuids = {ordinal: driver.device_uuid(ordinal) for ordinal in ordinals}
     fabric_problem = _fabric_problem(driver, ordinals)
     devices = []
+    device_problem = ""
     for ordinal in ordinals:
         free, total = driver.memory_info(ordinal)
-        types = device_exports(fabric_problem)
+        try:
+            unit = driver.granularity(Location.device(ordinal), device_exports(fabric_problem))
+        except CudaCallFailed as error:  # no virtual memory management: host tables can be served all the same
+            unit, device_problem = 2 << 20, f"{error.call} answers {error.name}"
         devices.append(
             Gpu(
                 ordinal=ordinal,
@@ -106,7 +112,7 @@ def ask(driver: Driver, wanted: Sequence[int | str] | None) -> Gpus:
                 name=driver.device_name(ordinal),
                 free=free,
                 total=total,
-                granularity=driver.granularity(Location.device(ordinal), types),
+                granularity=unit,
                 host_node=max(0, driver.attribute(ordinal, "HOST_NUMA_ID")),
                 peers=tuple(uuids[o] for o in ordinals if o != ordinal and driver.can_access_peer(ordinal, o)),
                 ats=bool(driver.attribute(ordinal, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")),
@@ -120,6 +126,7 @@ def ask(driver: Driver, wanted: Sequence[int | str] | None) -> Gpus:
         count=len(devices),
         devices=tuple(devices),
         problem="" if devices else "no CUDA device was found",
+        device_problem=device_problem,
         host_problem=host_problem,
         host_granularity=2 << 20 if host_problem else driver.granularity(Location.host(node), EXPORTS),
         fabric_problem=fabric_problem,

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping
 
 import msgspec
@@ -57,6 +58,7 @@ class Holding:
         Raises an EngramError: of the checkpoint, the plan, the memory or the loader.
         """
         adoption = await self._adopt()
+        taken = frozenset(self.segments) if adoption is not None else frozenset()
         if adoption is not None and not adoption.missing:
             manifest = adoption.manifest
             self.result, self.tables = manifest.result, manifest.tables
@@ -67,9 +69,8 @@ class Holding:
             manifest = await self._load(adoption, enter, on_progress)
             self._keeper.keep(manifest, list(self.segments.values()))
         self._manifest = manifest
-        self.exports = await asyncio.to_thread(
-            Exports.of, self.planned, list(self.segments.values()), adoption is not None
-        )
+        # To its end even when stopped: the driver must not be asked for memory that is given up meanwhile.
+        self.exports = await in_thread(Exports.of, self.planned, list(self.segments.values()), taken)
         if self.exports.problem:
             log.warning("ranks cannot attach: %r", self.exports)
         for table in self.tables:
@@ -178,11 +179,13 @@ class Holding:
             sources = tuple(source for source in sources if source.geometry.layer_id in wanted)
         enter(State.LOADING)
         job = make_job(plan, self._config, sources, prepared.machine.cpus)
-        sampling = asyncio.ensure_future(asyncio.to_thread(self._sample, plan, sources))
+        stop = threading.Event()
+        sampling = asyncio.ensure_future(asyncio.to_thread(self._sample, plan, sources, stop))
         try:
             result = await allocate_and_load(plan, self._tag, job, self.segments, on_progress)
             samples = await sampling
         finally:
+            stop.set()
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
         for segment in self.segments.values():
@@ -213,14 +216,16 @@ class Holding:
             log.warning("%s", remark)
         log.info("%s", plan.log_line)
 
-    def _sample(self, plan: Plan, sources: tuple[TableSource, ...] | None) -> dict[int, str | None]:
+    def _sample(
+        self, plan: Plan, sources: tuple[TableSource, ...] | None, stop: threading.Event
+    ) -> dict[int, str | None]:
         """By layer: what tells tables of equal shape apart where no node reads all of one."""
         options = plan.options
         if options.replication is Replication.PER_NODE or options.nnodes == 1:
             return {}
         if sources is None:
             return {**sample.generated_digests(plan.tables, self._config.seed)}
-        return {**sample.sample_digests(sources)}
+        return {**sample.sample_digests(sources, stop)}
 
     def _table_infos(self, result: LoadResult, samples: Mapping[int, str | None]) -> tuple[TableInfo, ...]:
         return tuple(

@@ -32,6 +32,8 @@ def plan_devices(
     """
     if not gpus.devices:
         raise NoGpu(problem=gpus.problem or "no CUDA device was found")
+    if gpus.device_problem:
+        raise NoGpu(problem=gpus.device_problem)
     per_node = options.replication is Replication.PER_NODE
     # Ranks may share a GPU; a copy is spread over each GPU once.
     used = tuple(dict.fromkeys(gpus.devices)) if per_node else gpus.devices[: len(ranks)]

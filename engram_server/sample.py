@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Final
 
 from engram_client.errors import ReadFailed
@@ -21,9 +23,10 @@ SAMPLE_ROWS: Final = 1024
 _DOMAIN: Final = b"engram-sample-1\0"
 
 
-def sample_digests(sources: Sequence[TableSource]) -> dict[int, str]:
-    """By layer, 32 hex digits. Raises ReadFailed."""
-    return {source.geometry.layer_id: _of_files(source) for source in sources}
+def sample_digests(sources: Sequence[TableSource], stop: threading.Event) -> dict[int, str]:
+    """By layer, 32 hex digits. Raises ReadFailed, and CancelledError at the next row when `stop` is set: reads of a
+    slow file system may take minutes in all, and the process does not end before its threads."""
+    return {source.geometry.layer_id: _of_files(source, stop) for source in sources}
 
 
 def generated_digests(tables: Sequence[TableGeometry], seed: int) -> dict[int, str]:
@@ -42,11 +45,13 @@ def sampled_rows(rows: int) -> list[int]:
     return [index * (rows - 1) // max(count - 1, 1) for index in range(count)]
 
 
-def _of_files(source: TableSource) -> str:
+def _of_files(source: TableSource, stop: threading.Event) -> str:
     digest = new_digest()
     digest.update(_DOMAIN)
     with _opened(source.values) as values, _opened(source.scales) as scales:
         for row in sampled_rows(source.geometry.rows):
+            if stop.is_set():
+                raise CancelledError
             digest.update(_read(values, source.values, row, ROW_VALUES))
             digest.update(_read(scales, source.scales, row, ROW_SCALES))
     return str(digest.hexdigest())

@@ -74,7 +74,10 @@ class RealDriver:
             raise self._failed(name, code)
 
     def _failed(self, name: str, code: Any) -> CudaCallFailed:
-        result = self._cu.CUresult(int(code))
+        try:
+            result = self._cu.CUresult(int(code))
+        except ValueError:  # of a driver newer than the bindings
+            return call_failed(name, f"CUDA_ERROR_{int(code)}", "an error that these bindings do not know")
         _, text = self._cu.cuGetErrorString(result)
         return call_failed(name, result.name, text.decode() if text else "no description")
 

@@ -220,18 +220,24 @@ class GpuRows:
         if not runtime.is_current(ordinal):
             with runtime.current(ordinal):  # the default stream's handle is the same on every GPU
                 return self._wait()
-        stream, event = runtime.current_stream(ordinal), self._done.cuda_event
+        stream, event = self._current_stream(), self._done.cuda_event
         try:
             driver.stream_wait(stream, event)
         except CudaCallFailed as error:
             with _context_after(error, self.kernels):
                 driver.stream_wait(stream, event)
 
+    def _current_stream(self) -> int:
+        return runtime.current_stream(self.kernels.ordinal)
+
     def _was_ready(self) -> bool | None:
         """Whether the prefetch begun last is over; None in a capture. Then what is enqueued from now on finds its rows,
-        and the wait can be left out."""
+        and the wait can be left out.
+
+        A capture of the current stream alone, with a prefetch from before it, is for the driver to refuse: rows that
+        are there now are not those of a replay."""
         driver = self.kernels.driver
-        if driver.stream_captured(self._side.handle):
+        if driver.stream_captured(self._side.handle) or driver.stream_captured(self._current_stream()):
             return None
         return driver.event_done(self._done.cuda_event)
 

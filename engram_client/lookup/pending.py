@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,11 @@ class PendingRows:
         return f"<prefetch of {self._what}, {'under way' if self._rows is None else 'done'}>"
 
     def wait(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            from engram_client.lookup.uncompiled import eagerly
+
+            found: Tensor = eagerly(self.wait)
+            return found
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._rows = finish()

@@ -69,6 +69,10 @@ class Memory(enum.Enum):
 
     DEVICE = "device"
     HOST = "host"
+    """Over PCIe: address translation limits the reads, so that order helps and more rows in flight hurt."""
+    COHERENT = "coherent"
+    """The host's, over a link by which the GPU walks the CPU's page tables (ATS): some ten times as fast, and read
+    like a peer's, in the order of the ids and with as many rows in flight as there are. Not measured."""
     PEER = "peer"
 
 

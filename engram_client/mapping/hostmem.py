@@ -94,6 +94,7 @@ class HostMapping:
         self.writable = writable
         self.page_bytes = page_bytes
         self.name = name
+        self._view: memoryview | None = None
         try:
             size = os.fstat(fd).st_size
             if size < nbytes or nbytes <= 0:
@@ -102,7 +103,7 @@ class HostMapping:
         except OSError as error:
             raise MapFailed(segment=name, nbytes=nbytes, problem=error.strerror or str(error)) from error
         self._memory = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        self._view: memoryview | None = self._new_view()
+        self._view = self._new_view()
         self._when_dropped: weakref.finalize[..., ctypes.Array[ctypes.c_ubyte]] | None = None
 
     def unmap_when_dropped(self) -> None:

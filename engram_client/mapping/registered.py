@@ -47,6 +47,7 @@ class RegisteredMapping:
         self.name = name
         self.ordinal = ordinal
         self._driver = driver
+        self._undo: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as undo:
             self._host = HostMapping(fd, nbytes, page_bytes=page_bytes, name=name)
             undo.callback(self._host.close)
@@ -58,7 +59,7 @@ class RegisteredMapping:
                 undo.callback(driver.release_context, ordinal)
                 with driver.context(ordinal), exclusively(lock_path):
                     undo.enter_context(self._register(range_bytes))
-            self._undo: contextlib.ExitStack | None = undo.pop_all()
+            self._undo = undo.pop_all()
 
     def _register(self, range_bytes: int) -> contextlib.ExitStack:
         """Registers all ranges; closing what is returned undoes it."""

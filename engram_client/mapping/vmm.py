@@ -41,6 +41,7 @@ class VmmMapping:
         self.ordinal = ordinal
         self._driver = driver
         self._window: Window | None = None
+        self._undo: contextlib.ExitStack | None = None
         with contextlib.ExitStack() as undo:
             current = contextlib.ExitStack()
             if ordinal is not None:
@@ -51,7 +52,7 @@ class VmmMapping:
                 self.address = self._map(source, page_bytes, host_access, writable, undo)
             if host_access:
                 self._window = Window(self.address, nbytes, writable)
-            self._undo: contextlib.ExitStack | None = undo.pop_all()
+            self._undo = undo.pop_all()
 
     def _map(
         self, source: int | bytes, alignment: int, host_access: bool, writable: bool, undo: contextlib.ExitStack

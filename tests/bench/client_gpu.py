@@ -62,7 +62,7 @@ def call_cost(results: Results) -> None:
                 "host cost: client.lookup_all(ids)": lambda: client.lookup_all(both),
                 "host cost: torch.index_select, for comparison": lambda: torch.index_select(out[0], 0, ids[0] * 0),
             }.items():
-                results.add(name, host_us(call), "us")
+                results.add(name, host_us(call), "us", cache="warm")
             for tokens in (1, 16, 128, 1024):
                 sets = ColumnIds(table.columns, tokens, 50, torch.device("cuda:0"))
                 rows = torch.empty(tokens, 24, 256, dtype=torch.bfloat16, device="cuda")
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-results/client_gpu.csv"))
     options = parser.parse_args()
     torch.zeros(1, device="cuda")
-    results = Results(options.out, options.commit)
+    results = Results(options.out, options.commit, "cold")
     parts = options.parts.split(",")
     if "call" in parts:
         call_cost(results)

@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--commit", default=commit_of())
     parser.add_argument("--out", type=Path, default=Path("bench-results/full_size.csv"))
     options = parser.parse_args()
-    results = Results(options.out, options.commit)
+    results = Results(options.out, options.commit, "cold")
     for way in options.ways.split(","):
         with tempfile.TemporaryDirectory(prefix="eb-") as folder:
             measure(results, way, options.gib, Path(folder))

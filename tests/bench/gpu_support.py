@@ -23,17 +23,21 @@ READY_LIMIT_S = 280.0
 
 
 class Results:
-    """Lines of `name, value, unit, note`, printed as they come and kept as CSV with GPU, driver and commit."""
+    """Lines of `name, value, unit, note`, printed as they come and kept as CSV with GPU, driver, commit, and whether
+    what is read was "cold" (rows never read before) or "warm" (read just before; files in the page cache)."""
 
-    def __init__(self, path: Path, commit: str) -> None:
+    def __init__(self, path: Path, commit: str, cache: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", newline="")
         self._writer = csv.writer(self._file)
         self._machine = [torch.cuda.get_device_name(), driver_version(), commit]
-        self._writer.writerow(["name", "value", "unit", "note", "gpu", "driver", "commit"])
+        self._cache = cache
+        self._writer.writerow(["name", "value", "unit", "note", "gpu", "driver", "commit", "cache"])
 
-    def add(self, name: str, value: float, unit: str, note: str = "") -> None:
-        self._writer.writerow([name, f"{value:.4g}", unit, note, *self._machine])
+    def add(self, name: str, value: float, unit: str, note: str = "", cache: str | None = None) -> None:
+        """cache: None = what is said of all."""
+        cache = self._cache if cache is None else cache
+        self._writer.writerow([name, f"{value:.4g}", unit, note, *self._machine, cache])
         self._file.flush()
         print(f"{name:58s} {value:12.4g} {unit:6s} {note}", flush=True)
 

@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-results/load_gpu.csv"))
     options = parser.parse_args()
     options.ordinals = [int(ordinal) for ordinal in options.devices.split(",")]
-    results = Results(options.out, options.commit)
+    results = Results(options.out, options.commit, "" if options.dummy else "warm")
     vocab = int(options.gib * ROWS_GIB / 24 / len(LAYERS))
     with contextlib.ExitStack() as stack:
         model = None if options.dummy else stack.enter_context(checkpoint_in(options.folder, vocab))

@@ -131,7 +131,7 @@ def main() -> None:
         raise SystemExit("needs two GPUs")
     counts = [int(count) for count in options.tokens.split(",")]
     sglang = os.path.abspath(options.sglang) if options.sglang else ""
-    results = Results(options.out, options.commit)
+    results = Results(options.out, options.commit, "cold")
     for lookup, work in (("collective", collective), ("peer_read", peer_read)):
         engram = {"placement": "gpu", "lookup": lookup}
         with dummy_daemon(engram, options.gib, [1], devices=[0, 1], tp_size=2) as daemon:

@@ -1,4 +1,4 @@
-"""A rank of test_client.py that ends badly: `python -m tests.gpu.client_child COMMAND ENDPOINT`. Prints one word."""
+"""A rank of test_client.py that ends badly: `python -m tests.gpu.client_child HOW ENDPOINT RANKS`. Prints one word."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from engram_client.lookup import nvrtc
 POKE = 'extern "C" __global__ void poke(unsigned long long* words) { words[threadIdx.x] = 7; }'
 
 
-def poke(endpoint: str, wild: bool) -> str:
-    """A kernel writes to the table, or reads and writes where nothing is; the name of the error it ends in."""
-    client = connect(endpoint, rank=0, world_size=1, device="cuda:0")
+def poke(endpoint: str, wild: bool, ranks: int) -> str:
+    """A kernel of rank 0 writes to the table (of several ranks, to the last one's shard), or where nothing is; the name
+    of the error it ends in."""
+    client = connect(endpoint, rank=0, world_size=ranks, device="cuda:0")
     local = client.table(1).local
     code, _ = nvrtc.compile_source(POKE, f"sm_{''.join(map(str, capability()))}")
     driver = local.kernels.driver  # type: ignore[attr-defined]
     try:
         with driver.context(0):
             # Reserved and not mapped: nobody else's address, and nothing is there.
-            target = driver.address_reserve(2 << 20, 0) if wild else local.parts[0].address  # type: ignore[attr-defined]
+            target = driver.address_reserve(2 << 20, 0) if wild else local.parts[-1].address  # type: ignore[attr-defined]
             address = ctypes.c_uint64(target)
             pointers = (ctypes.c_void_p * 1)(ctypes.addressof(address))
             kernel = driver.library_kernel(driver.library_load(code), "poke")
@@ -40,5 +41,5 @@ def capability() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print(poke(sys.argv[2], sys.argv[1] == "wild"), flush=True)
+    print(poke(sys.argv[2], sys.argv[1] == "wild", int(sys.argv[3])), flush=True)
     os._exit(0)  # nothing can be given back to a context that is lost

@@ -14,7 +14,9 @@
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
 #   LOAD_GIB=16 LOAD_ARGS= LOAD_LIMIT=240                     of `load`: both tables, over all GPUs
-#   PARTS=test,bench          what of it; load: loads into GPU memory; full: tables of full size
+#   DEVICE_GIB=16 HOST_GIB=90 GATHER_LIMIT=400                of `gather`: one table in GPU memory, one in the host's
+#   PARTS=test,bench          what of it; gather: the kernels alone; load: loads into GPU memory; full: tables of full
+#                             size; sanitize: the kernels under compute-sanitizer, found by SANITIZER
 set -u
 kind=${1:?one or two}
 out=${2:-bench-results}
@@ -51,6 +53,16 @@ one)
     [[ $parts != *test* ]] || step test_one "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu
     [[ $parts != *bench* ]] || step bench_one "${BENCH_LIMIT:-120}" "$python" -m tests.bench.client_gpu \
         --prefetch-gib "${PREFETCH_GIB:-8}" --out "$out/client_gpu.csv" "${commit[@]}"
+    [[ $parts != *gather* ]] || step bench_gather "${GATHER_LIMIT:-400}" "$python" -m tests.bench.gather_gpu \
+        --device-gib "${DEVICE_GIB:-16}" --host-gib "${HOST_GIB:-90}" ${SGLANG:+--sglang "$SGLANG"} \
+        --out "$out/gather_gpu.csv" "${commit[@]}"
+    if [[ $parts == *sanitize* ]]; then
+        for tool in memcheck racecheck initcheck; do
+            step "sanitize_$tool" "${TEST_LIMIT:-180}" "${SANITIZER:-compute-sanitizer}" --tool "$tool" \
+                --report-api-errors no --error-exitcode 9 "${tests[@]}" -o timeout=900 tests/gpu/test_gather.py \
+                tests/gpu/test_digest.py -k "not four_gib and not captured and not failed_driver_call"
+        done
+    fi
     load_gpu
     ;;
 two)
@@ -67,4 +79,5 @@ two)
     exit 2
     ;;
 esac
+[[ $parts == test ]] || "$python" -m tests.bench.bars "$out" | grep -v "not measured$" | tee "$out/bars.log"
 exit $status

@@ -382,15 +382,12 @@ def test_a_captured_lookup_follows_its_ids(memory, tokens, replays):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    before = torch.cuda.memory_allocated()
     reference = on_gpu(rows.expected(np.arange(len(rows))).view(np.int16)).view(torch.bfloat16)
     generator = torch.Generator("cuda").manual_seed(1)
-    base = torch.cuda.memory_allocated()
     for _ in range(replays):
         ids.random_(0, len(rows), generator=generator)
         graph.replay()
         assert torch.equal(out.view(torch.int16), reference[ids].view(torch.int16))
-    assert base >= before
 
 
 def test_rows_beyond_four_gib_are_found():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +200,20 @@ def test_ranks_with_tokens_of_their_own_get_their_own_rows(
         assert len(found) == len(expected) + padding
         if replication == "none":
             assert not found[len(expected) :].any()
+
+
+def test_the_check_command_is_content_where_an_engine_runs(daemon: Daemon, tmp_path: Path) -> None:
+    """From a folder that is not the repository: what is installed must be enough."""
+    done = subprocess.run(
+        [sys.executable, "-m", "engram_client.sglang"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ENGRAM_ENDPOINT": daemon.endpoint, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 4
 
 
 def test_two_engines_hold_one_copy_of_the_table(start: Start, daemon: Daemon, checkpoint: Path) -> None:

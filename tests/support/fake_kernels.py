@@ -15,6 +15,13 @@ import xxhash
 from tests.support.tables import reference_bf16
 
 HEAD = struct.Struct("<QqIIIIIIIIQIIIIIIIIII")
+HEAD_FIELDS = (
+    *("workspace", "table_stride", "tables", "out_scale_stride", "bucket_shift", "buckets", "slot_mask"),
+    *("unused", "unused", "unused"),
+    *("ids", "token_stride", "column_stride", "items", "columns", "division_multiplier", "division_shift"),
+    *("value_stride", "scale_stride", "out_value_stride", "id_bytes"),
+)
+"""In the order of gather.cu, as a test compares."""
 TARGET = struct.Struct("<QQQQqqqQQII")
 SHARD = struct.Struct("<QQq")
 MAX_TABLES = 4
@@ -61,12 +68,14 @@ def array(address: int, kind: Any, *shape: int) -> np.ndarray:
 def run(name: str, parameters: int, readable: Callable[[int, int], bool]) -> None:
     """Does what kernel `name` does. `readable`: whether the GPU may read so many bytes at an address."""
     first = int(array(parameters, np.uint64, 1)[0])
-    head = HEAD.unpack(bytes(array(first, np.uint8, HEAD.size)))
-    launch = Launch(head[1], head[2], head[3], *head[10:15], *head[17:21])
+    head = dict(zip(HEAD_FIELDS, HEAD.unpack(bytes(array(first, np.uint8, HEAD.size))), strict=True))
+    launch = Launch(*(head[field] for field in Launch._fields))
     targets = [
         Target(*TARGET.unpack(bytes(array(first + HEAD.size + k * TARGET.size, np.uint8, TARGET.size))))
         for k in range(launch.tables)
     ]
+    if name.startswith("gather_few_"):
+        launch, targets = compiled_in(name, launch, targets)
     if name.startswith(("order_", "fill_")):
         return  # what is ordered gives the same rows
     if name in ("dequantise_exchanged", "count_invalid"):
@@ -87,6 +96,23 @@ def run(name: str, parameters: int, readable: Callable[[int, int], bool]) -> Non
             spans = [(*shard, stop) for shard, stop in zip(shards, stops, strict=True)]
         gather(launch, target, ids, spans, "raw" in name, readable)
         judge(launch, target, ids)
+
+
+def compiled_in(name: str, launch: Launch, targets: list[Target]) -> tuple[Launch, list[Target]]:
+    """What a kernel for few tokens takes from its name instead of its parameters: one table, where rows lie, the type
+    of the ids, and whether they are hashed."""
+    _, _, row_format, *hashed, ids = name.split("_")
+    value_stride, scale_stride = {"planar": (256, 8), "packed": (264, 264)}[row_format]
+    launch = launch._replace(
+        table_stride=0,
+        value_stride=value_stride,
+        scale_stride=scale_stride,
+        out_value_stride=512,
+        id_bytes={"i32": 4, "i64": 8}[ids],
+    )
+    (target,) = targets
+    assert target.column_starts or not hashed, "a kernel would fault"
+    return launch, [target if hashed else target._replace(column_starts=0)]
 
 
 def ids_of(launch: Launch, table: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engram_client import connect
 from engram_client.control import query_status
@@ -28,6 +29,7 @@ from engram_client.errors import (
     OutInvalid,
     PeerAccessMissing,
 )
+from engram_client.lookup import runtime
 from engram_client.lookup.shapes import SORT_FROM_IDS
 from tests.support import fake_runtime
 from tests.support.asking import Asking
@@ -219,6 +221,77 @@ def test_a_capture_sorts_only_where_memory_is_there_already(host_table: Daemon, 
     run_ranks(1, use_large_batches, host_table.endpoint, str(checkpoint), str(folder / "calls.log"))
 
 
+def read_large_batches(rank: int, world_size: int, endpoint: str, checkpoint: str, log: str) -> tuple[str, list[str]]:
+    """The kind of memory that a rank with ATS sees, and the kernels of an eager lookup and of a prefetch."""
+    on_fake({"gpus": 1, "ats": True})
+    os.environ["ENGRAM_FAKE_LOG"] = log
+    ids = torch.from_numpy(np.random.default_rng(3).integers(-1, 500, (SORT_FROM_IDS // 24 + 1, 24)))
+    expected = CheckpointReference(Path(checkpoint)).rows(1, ids.numpy()).view(np.int16)
+    with connect(endpoint, rank=0, world_size=1, device="cuda:0") as client:
+        table = client.table(1)
+        for rows in (table.lookup(ids), table.prefetch(ids).wait()):
+            assert np.array_equal(rows.view(torch.int16).numpy(), expected)
+        events = [json.loads(line) for line in Path(log).read_text().splitlines()]
+        kernels = [event["args"][0].split("'")[1] for event in events if event["call"] == "cuLaunchKernel"]
+        return table.local.memory.value, kernels  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backing", ["memfd", "cuda_host"])
+def test_a_gpu_that_walks_the_hosts_page_tables_reads_host_tables_in_the_order_of_the_ids(
+    folder: Path, checkpoint: Path, backing: str
+) -> None:
+    """Sorting holds reads back to what PCIe bears: a link that is coherent would stand idle."""
+    whole, machine = {"placement": "cpu", "replication": "per_node"}, {"gpus": 1, "ats": True}
+    with daemon_of(folder, checkpoint, whole, machine, host={"backing": backing}) as daemon:
+        ((memory, kernels),) = run_ranks(
+            1, read_large_batches, daemon.endpoint, str(checkpoint), str(folder / "calls.log")
+        )
+    assert memory == "coherent"
+    assert len(kernels) == 2
+    assert not any("order" in kernel for kernel in kernels)
+
+
+class NoOperators(TorchDispatchMode):
+    """Refuses everything that torch could allocate or compute with."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} during a lookup")
+
+
+def look_up_into_rows(rank: int, world_size: int, endpoint: str, checkpoint: str, log: str) -> list[set[str]]:
+    """The driver's calls in the second lookup of each kind."""
+    on_fake({"gpus": 1})
+    os.environ["ENGRAM_FAKE_LOG"] = log
+    reference = CheckpointReference(Path(checkpoint))
+    generator = np.random.default_rng(5)
+    found = []
+    with connect(endpoint, rank=0, world_size=1, device="cuda:0") as client:
+        table = client.table(1)
+        for tokens in (1, 40, SORT_FROM_IDS // 24 + 1):
+            for dtype in (torch.int64, torch.int32):
+                both = torch.from_numpy(generator.integers(-1, 500, (tokens, 2, 24))).to(dtype)
+                ids, out = both[:, 1], torch.empty(tokens, 24, 256, dtype=torch.bfloat16)
+                table.lookup(ids, out)
+                out.fill_(3)
+                before = len(Path(log).read_text().splitlines())
+                with NoOperators():
+                    table.lookup(ids, out)
+                events = [json.loads(line) for line in Path(log).read_text().splitlines()[before:]]
+                found.append({event["call"] for event in events})
+                expected = reference.rows(1, ids.numpy()).view(np.int16)
+                assert np.array_equal(out.view(torch.int16).numpy(), expected)
+    return found
+
+
+def test_a_lookup_into_given_rows_launches_and_neither_allocates_nor_waits(
+    host_table: Daemon, checkpoint: Path, folder: Path
+) -> None:
+    log = str(folder / "calls.log")
+    (found,) = run_ranks(1, look_up_into_rows, host_table.endpoint, str(checkpoint), log)
+    few, ordered = {"cuLaunchKernel"}, {"cuLaunchKernel", "cuMemsetD32Async"}
+    assert found == [few] * 4 + [ordered] * 2
+
+
 def count_prefetches(rank: int, world_size: int, endpoint: str, checkpoint: str) -> None:
     on_fake({"gpus": 2})
     reference = CheckpointReference(Path(checkpoint))
@@ -237,6 +310,11 @@ def count_prefetches(rank: int, world_size: int, endpoint: str, checkpoint: str)
             ask(layer)
             # Rows that are there need no wait; a captured graph needs it whenever it is replayed.
             assert driver.waits - waits == (late or captured)
+        begun = client.table(1).prefetch(ids)
+        FakeDriver.captured = {runtime.current_stream(0)}  # a capture that the prefetch is no part of
+        waits = driver.waits
+        begun.wait()
+        assert driver.waits == waits + 1, "left out when the rows happen to be there, it would pass now and then"
         FakeDriver.late, FakeDriver.captured = set(), set()
 
         def reported() -> tuple[int, int] | None:
@@ -259,6 +337,7 @@ def compile_lookups(rank: int, world_size: int, endpoint: str, checkpoint: str) 
     reference = CheckpointReference(Path(checkpoint))
     with connect(endpoint, rank=0, world_size=1, device="cuda:0") as client:
         check_compiled(client.table(14), reference)
+        check_compiled_client(client, reference)
 
 
 def check_compiled(table: Any, reference: CheckpointReference) -> None:
@@ -291,11 +370,38 @@ def check_compiled(table: Any, reference: CheckpointReference) -> None:
         assert np.array_equal(packed.numpy(), np.where(ids.numpy()[..., None] < 0, 0, both))
 
 
+def check_compiled_client(client: Any, reference: CheckpointReference) -> None:
+    """All layers at once stay in one graph; a prefetch leaves it, and still has the right rows."""
+    ids = torch.stack([torch.arange(-2, 46).view(2, 24), torch.arange(60, 108).view(2, 24)], dim=1)
+    expected = [reference.rows(layer, ids[:, i].numpy()).view(np.int16) for i, layer in enumerate(client.layers)]
+    tables = [client.table(layer) for layer in client.layers]
+
+    def together(ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = client.lookup_all(ids * 1, hashed=False)
+        return rows.flatten(2)
+
+    def ahead(ids: torch.Tensor) -> list[torch.Tensor]:
+        begun = [table.prefetch(ids[:, i] * 1) for i, table in enumerate(tables)]
+        other = ids.sum()
+        return [torch.where(other > 0, pending.wait(), 0) for pending in begun]
+
+    for backend in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        rows = torch.compile(together, fullgraph=True, backend=backend)(ids).view(2, 2, 24, 256)
+        for i, wanted in enumerate(expected):
+            assert np.array_equal(rows[:, i].view(torch.int16).numpy(), wanted)
+        compiled = torch.compile(ahead, backend=backend)
+        for _ in range(2):
+            for found, wanted in zip(compiled(ids), expected, strict=True):
+                assert np.array_equal(found.view(torch.int16).numpy(), wanted)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_code_looks_up_without_a_graph_break_on_gpu_and_cpu(host_table: Daemon, checkpoint: Path) -> None:
     run_ranks(1, quietly, host_table.endpoint, str(checkpoint))
     with connect(host_table.endpoint, rank=0, world_size=1) as client:
         check_compiled(client.table(14), CheckpointReference(checkpoint))
+        check_compiled_client(client, CheckpointReference(checkpoint))
 
 
 def quietly(rank: int, world_size: int, endpoint: str, checkpoint: str) -> None:

@@ -17,7 +17,10 @@ import torch
 
 from engram_client import connect
 from engram_client.cuda.access import DRIVER_VARIABLE
+from engram_client.layout import shard
 from engram_client.protocol import State
+from engram_server.checkpoint import open_checkpoint
+from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, running
 from tests.support.reference import CheckpointReference
 
@@ -179,6 +182,27 @@ def test_a_whole_copy_is_spread_over_the_gpus_and_read_whole_by_any_rank(
             assert report["rows"] == table_rows(reference)
 
 
+TINY_VOCAB, MANY_RANKS = 2, 4000
+"""Tables of 963 and 3,698 rows for more ranks than that."""
+
+
+@pytest.mark.parametrize("placement", ["gpu", "cpu"])
+def test_a_rank_without_a_row_has_an_empty_shard_beside_those_of_others(folder: Path, placement: str) -> None:
+    make_checkpoint(folder / "model", engram_vocab_size=TINY_VOCAB, seed=1)
+    scene, machine = Scene(folder, folder / "model"), {"gpus": 2}
+    tables = open_checkpoint(folder / "model").model.tables()
+    shards = [[shard(table, rank, MANY_RANKS).rows for table in tables] for rank in range(MANY_RANKS)]
+    # A node of two ranks, of which one has rows of the second table, and the other has nothing at all.
+    node = next(k for k in range(MANY_RANKS // 2) if sorted(shards[2 * k : 2 * k + 2]) == [[0, 0], [0, 1]])
+    nodes = {"tp_size": MANY_RANKS, "nnodes": MANY_RANKS // 2, "node_rank": node}
+    with scene.daemon({"placement": placement}, machine, **nodes) as daemon:
+        ranks = range(2 * node, 2 * node + 2)
+        found = reports([scene.rank(daemon, k, MANY_RANKS, f"cuda:{k % 2}", machine) for k in ranks])
+        assert [report["rows"] for report in found] == [sum(shards[k]) for k in ranks]
+        assert all(len(report["segments"]) == 2 and report["leaks"] == [] for report in found)
+        check_owner(scene, daemon)
+
+
 # What a machine may lack
 
 
@@ -231,6 +255,30 @@ def test_what_cannot_be_is_refused_before_the_load(
     assert exit_code == code, log
     assert f"{error}: " in log
     assert "loading" not in log
+
+
+@pytest.mark.parametrize("call", ["cuMemGetAllocationGranularity", "cuMemCreate"])
+def test_a_driver_without_virtual_memory_management_is_refused_for_its_own_memory_and_not_needed_for_other(
+    scene: Scene, reference: CheckpointReference, call: str
+) -> None:
+    environ = scene.environ({}, f"{call}:*:CUDA_ERROR_NOT_SUPPORTED")
+    for engram, host, codes in (
+        ({"placement": "gpu"}, "auto", (2, 3)),
+        ({"placement": "cpu"}, "cuda_host", (3,)),
+    ):
+        daemon = Daemon(scene.folder, scene.config(engram, host={"backing": host}), environ=environ)
+        try:
+            assert daemon.wait_for_exit(60) in codes, daemon.log
+            assert call in daemon.log
+            assert "CUDA_ERROR_NOT_SUPPORTED" in daemon.log
+        finally:
+            daemon.kill()
+    with running(scene.folder, scene.config(WHOLE), environ=environ) as daemon:
+        assert {segment.info.backing for segment in daemon.status().segments} == {"memfd"}
+        assert call in daemon.status().backing_reason
+        assert daemon.status().options.tp_size == 2, "the GPUs are there"
+        (report,) = reports([scene.rank(daemon, 0, 1, "cuda:0", {}, fail=f"{call}:*:CUDA_ERROR_NOT_SUPPORTED")])
+        assert report["rows"] == table_rows(reference)
 
 
 def test_a_driver_that_fails_during_the_load_ends_the_daemon_and_leaves_nothing(scene: Scene) -> None:

@@ -267,6 +267,15 @@ def replaced(extent: Any, path: Path) -> Any:
     return type(extent)(path=str(path), offset=extent.offset, nbytes=extent.nbytes)
 
 
+def test_a_digest_kernel_that_cannot_be_had_is_found_before_gigabytes_are_moved(scene: Scene, small: Path) -> None:
+    _, job = scene.prepare(small, {"gpus": 1})
+    scene.fail("cuLibraryLoadData:*:CUDA_ERROR_NO_BINARY_FOR_GPU")
+    with pytest.raises(CudaCallFailed) as failed:
+        run_load(job, scene.segments)
+    assert failed.value.name == "CUDA_ERROR_NO_BINARY_FOR_GPU"
+    assert scene.copies() == []
+
+
 def test_one_killed_child_is_reported_and_the_others_are_ended(scene: Scene, small: Path, tmp_path: Path) -> None:
     _, job = scene.prepare(small, {"gpus": 3})
     seen: set[int] = set()

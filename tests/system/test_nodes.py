@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import traceback
 import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,16 +15,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+import engram_client.nodes
 from engram_client import connect
 from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.endpoint import handover_path
 from engram_client.errors import EngramError, GroupNeeded, NotAllowedNow
 from engram_client.handover import HandoverConnection
-from engram_client.protocol import encode
+from engram_client.protocol import Progress, State, encode
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support import fake_runtime
 from tests.support.asking import Asking
@@ -93,26 +96,51 @@ def on_node(machine: dict[str, Any], fail: str = "") -> None:
 def attach(
     rank: int, world_size: int, endpoints: list[str], machines: list[dict[str, Any]], options: dict[str, Any]
 ) -> Any:
-    """options, by rank: `endpoint`, `fail` (a driver call), `layers`."""
+    """options, by rank: `endpoint`, `fail` (a driver call), `layers`, `claim` (another rank to attach as),
+    `end_loader` (a daemon's id, whose loader is killed when this rank waits). `kill`: a daemon's id, for all ranks; it
+    is killed when they know each other's handles and have mapped nothing."""
     node = rank // (world_size // 2)
     on_node(machines[node], options.get("fail", {}).get(rank, ""))
     endpoint = options.get("endpoint", {}).get(rank, endpoints[node])
+    if "kill" in options:
+        kill_after_exchange(options["kill"])
+    loader_of = options.get("end_loader", {}).get(rank)
+
+    def on_progress(progress: Progress) -> None:
+        for child in psutil.Process(loader_of).children() if loader_of else []:
+            child.kill()
+
     try:
         client = connect(
             endpoint,
-            rank=rank,
+            rank=options.get("claim", {}).get(rank, rank),
             world_size=world_size,
             device=f"cuda:{rank % (world_size // 2)}",
             layers=options.get("layers", {}).get(rank),
             timeout=30,
+            on_progress=on_progress,
         )
     except EngramError as error:
         driver = cuda_driver()
         assert isinstance(driver, FakeDriver)
         assert all("of context" in leak for leak in driver.leaks()), "the kernels' own context stays"
+        told = "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+        assert SECRET.decode() not in told, "what reports errors may send the frames' variables along"
         return error.code, error.fields
     client.close()
     return "attached"
+
+
+def kill_after_exchange(pid: int) -> None:
+    exchange, daemon = engram_client.nodes.Nodes.exchange, psutil.Process(pid)
+
+    def then_kill(self: engram_client.nodes.Nodes, *held: Any) -> Any:
+        found = exchange(self, *held)
+        daemon.kill()
+        wait_until(lambda: daemon.status() == psutil.STATUS_ZOMBIE, "the daemon's end")
+        return found
+
+    engram_client.nodes.Nodes.exchange = then_kill  # type: ignore[method-assign]
 
 
 def ask_everything(
@@ -218,6 +246,48 @@ def test_one_rank_that_cannot_attach_is_heard_of_by_all_and_none_attaches(folder
         assert (code, fields["node_rank"], fields["held"]) == ("RankOnOtherNode", 0, [0, 1])
         assert {outcome[1]["cause_code"] for outcome in outcomes[:3]} == {"RankOnOtherNode"}
         assert nodes.outcomes() == ["attached"] * 4
+
+
+def test_a_daemon_that_dies_between_the_exchange_and_the_mapping_leaves_no_rank_attached(
+    folder: Path, checkpoint: Path
+) -> None:
+    with Nodes(folder, checkpoint).running() as nodes:
+        first, second = nodes.outcomes(kill=nodes.daemons[1].pid)
+        assert (first[0], first[1]["call"]) == ("CudaCallFailed", "cuMemImportFromShareableHandle")
+        assert (second[0], second[1]["rank"], second[1]["cause_code"]) == ("OtherRankFailed", 0, "CudaCallFailed")
+        wait_until(lambda: not nodes.daemons[0].status().leases, "the other node's leases end")
+
+
+def test_a_rank_that_takes_itself_for_another_tells_the_others_who_do_not(folder: Path, checkpoint: Path) -> None:
+    with Nodes(folder, checkpoint, 4).running() as nodes:
+        for fail in ({}, {3: "cuLibraryLoadData:1:CUDA_ERROR_NO_BINARY_FOR_GPU"}):  # and before it asks its daemon
+            outcomes = nodes.outcomes(claim={3: 2}, fail=fail)
+            own = "CudaCallFailed" if fail else "GroupRankMismatch"
+            assert outcomes[3][0] == own
+            for code, fields in outcomes[:3]:
+                assert (code, fields["rank"], fields["cause_code"]) == ("OtherRankFailed", 3, own)
+
+
+STOPPING = """
+import os, signal, sys
+if "engram_server.load_child" in sys.orig_argv: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_load_that_fails_on_one_node_ends_the_attach_on_all(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Its daemon is gone then, and cannot be asked any more whether the other nodes' ranks wait."""
+    (tmp_path / "sitecustomize.py").write_text(STOPPING)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    nodes = Nodes(folder, checkpoint)
+    with contextlib.ExitStack() as stack:
+        nodes.daemons = [nodes.begin(0), nodes.begin(1, environ={"PYTHONPATH": path})]
+        for daemon in nodes.daemons:
+            stack.callback(daemon.kill)
+        nodes.daemons[0].wait_for()
+        nodes.daemons[1].wait_for(State.LOADING)
+        first, second = nodes.outcomes(end_loader={1: nodes.daemons[1].pid})
+        assert second[0] == "LoadFailed"
+        assert (first[0], first[1]["rank"], first[1]["cause_code"]) == ("OtherRankFailed", 1, "LoadFailed")
 
 
 def test_a_client_without_a_group_is_told_so(folder: Path, checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -21,6 +22,7 @@ from engram_client import Client, connect
 from engram_client.protocol import LeaseStatus
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, running, wait_until
+from tests.system.conftest import VOCAB
 from tests.system.test_restart import Node, node_of
 
 RENEW_LIMIT_S = 60.0
@@ -80,6 +82,31 @@ def test_a_daemon_with_other_tables_leaves_the_client_on_its_own_and_says_so(nod
         alive_again(client)
         assert not client.stale
         node.check_rows(client)
+
+
+def test_other_tables_are_told_where_no_node_has_read_a_whole_one(
+    folder: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Identities have no root there: the sample of the rows tells."""
+    other, config = tmp_path / "model", {"tp_size": 2, "nnodes": 2, "node_rank": 0, "host": {"backing": "memfd"}}
+    make_checkpoint(other, engram_vocab_size=VOCAB, seed=12, every_code=True)
+    with contextlib.ExitStack() as stack:
+
+        def start(model: Path) -> Daemon:
+            daemon = stack.enter_context(running(folder, {"model_path": str(model), **config}))
+            assert {(table.identity.root, table.sample is None) for table in daemon.status().tables} == {(None, False)}
+            return daemon
+
+        first = start(checkpoint)
+        client = stack.enter_context(connect(first.endpoint, rank=0, world_size=2, name="engine"))
+        first.stop()
+        second = start(other)
+        wait_until(lambda: client.stale, "the client's word that it is stale", RENEW_LIMIT_S)
+        assert not client.server_alive
+        second.stop()
+        start(checkpoint)
+        alive_again(client)
+        assert not client.stale
 
 
 def test_closing_while_no_daemon_is_there_is_immediate(per_node: Daemon) -> None:

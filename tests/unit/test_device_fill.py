@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from engram_client.cuda import access
 from engram_client.cuda.access import DRIVER_VARIABLE
-from engram_client.errors import CudaCallFailed, ReadFailed, TruncatedFile
+from engram_client.errors import AllocationFailed, CudaCallFailed, ReadFailed, TruncatedFile
 from engram_client.identity import block_digest, table_root
-from engram_client.layout import BLOCK_ROWS, Shard, TableGeometry, digest_pieces
-from engram_client.protocol import Backing, LoadProgress, LoadReport, RowFormat, SegmentInfo
+from engram_client.layout import BLOCK_ROWS, RowFormat, Shard, TableGeometry, digest_pieces
+from engram_client.protocol import Backing, LoadProgress, LoadReport, SegmentInfo
 from engram_server import device_fill, device_pump
 from engram_server.device_target import DeviceTarget, Span
 from engram_server.load_job import BlockDigest, LoadJob, PartResult, PieceDigest
@@ -231,6 +231,12 @@ def test_pinned_memory_is_registered_in_one_call_and_huge_pages_begin_in_it(driv
     assert all(len(slot.view) >= device_fill.chunk_bytes(job) for slot in slots)
     assert all(right - left >= len(slots[0].view) for left, right in pairwise(starts))
     assert all(start % mmap.PAGESIZE == 0 for start in starts)
+
+
+def test_pinned_memory_that_the_machine_does_not_have_is_an_allocation_that_failed(driver: FakeDriver) -> None:
+    with driver.context(0), pytest.raises(AllocationFailed) as failed:
+        device_fill.Staging(driver, threads=4, nbytes=1 << 56)
+    assert failed.value.needed == 1 << 59
 
 
 def test_a_read_error_of_one_thread_ends_all_and_is_raised(driver: FakeDriver, tmp_path: Path) -> None:

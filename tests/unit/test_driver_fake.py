@@ -239,3 +239,14 @@ def test_the_real_driver_has_every_call_of_the_interface() -> None:
     wanted = {name for name in vars(Driver) if not name.startswith("_")}
     for kind in (RealDriver, FakeDriver):
         assert wanted <= set(dir(kind)), kind
+
+
+def test_an_error_of_a_driver_newer_than_the_bindings_keeps_its_number() -> None:
+    """Loops in C hand the driver's codes on as they are."""
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    from engram_client.cuda.real import RealDriver
+
+    driver = object.__new__(RealDriver)  # no driver is needed to name its errors
+    driver._cu = bindings
+    error = driver._failed("cuMemcpyHtoDAsync", 987_654)
+    assert (error.call, error.name) == ("cuMemcpyHtoDAsync", "CUDA_ERROR_987654")

@@ -56,7 +56,7 @@ def test_a_rank_is_given_the_handles_of_its_own_shards_and_of_no_others(monkeypa
     node = Node(monkeypatch)
     plan = node.plan()
     segments = create_segments(plan, "tag")
-    exports = Exports.of(plan, segments, adopted=False)
+    exports = Exports.of(plan, segments)
     everything = [segment.info.id for segment in segments]
     handles = exports.granted(grant(*everything, rank=3))
     assert [handle.segment for handle in handles] == ["L1.r3of4", "L14.r3of4"]
@@ -76,7 +76,7 @@ def test_where_nobody_elsewhere_reads_the_memory_it_is_not_exported_and_not_give
     node = Node(monkeypatch)
     plan = node.plan(**changes)
     segments = create_segments(plan, "tag")
-    exports = Exports.of(plan, segments, adopted=False)
+    exports = Exports.of(plan, segments)
     assert exports.problem == ""
     with pytest.raises(NotAllowedNow) as refused:
         exports.granted(grant(*(segment.info.id for segment in segments), rank=0))
@@ -96,7 +96,7 @@ def test_memory_taken_over_is_exported_if_the_driver_does_it_and_else_a_reload_i
         segment.seal()
         taken.append(adopt_segment(segment.info, "tag", fd=segment.readable_fd))
         segment._readable = None  # the descriptor is the other's now
-    exports = Exports.of(plan, taken, adopted=True)
+    exports = Exports.of(plan, taken, [segment.info.id for segment in taken])
     mine = grant(*(segment.info.id for segment in taken), rank=2)
     if again:
         assert len(exports.granted(mine)) == 2
@@ -113,7 +113,7 @@ def test_a_node_whose_probe_failed_gives_the_probes_reason(monkeypatch: pytest.M
     node = Node(monkeypatch, fabric="lies")
     plan = node.plan()
     segments = create_segments(plan, "tag")
-    exports = Exports.of(plan, segments, adopted=False)
+    exports = Exports.of(plan, segments)
     with pytest.raises(FabricUnavailable) as refused:
         exports.granted(grant("L1.r2of4", rank=2))
     assert refused.value.problem == "cuMemCreate answers CUDA_ERROR_NOT_PERMITTED"

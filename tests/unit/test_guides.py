@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from engram_client import errors
+from engram_client import sglang as plugin
+from engram_client.layout import ROW_BYTES, TableGeometry, column_primes, shard
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
@@ -55,3 +57,28 @@ def test_the_examples_are_all_in_the_guide_to_choosing() -> None:
 def test_the_readme_leads_to_every_guide() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert {name for name in NAMES if f"docs/{name}" not in text} == set()
+
+
+def test_the_bytes_on_each_gpu_are_those_of_the_shard_rule_over_the_released_tables() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    columns = column_primes(2, 3, 8, 16_000_000)
+    tables = [TableGeometry(layer_id=layer, columns=each) for layer, each in zip((1, 14), columns, strict=True)]
+    rows = {
+        name: re.findall(r"[\w.]+", re.search(rf"\| {name} \|(.*)", text)[1])
+        for name in ("TP", "GiB a GPU", "split by")
+    }  # type: ignore[index]
+    assert {"2", "3", "4", "5", "8", "16", "32", "72"} <= set(rows["TP"])
+    for size, printed, split in zip(rows["TP"], rows["GiB a GPU"], rows["split by"], strict=True):
+        shards = [[shard(table, rank, int(size)) for table in tables] for rank in range(int(size))]
+        largest = max(sum(each.rows for each in one) for one in shards) * ROW_BYTES
+        assert printed == f"{largest / 2**30:.2f}"
+        assert split == ("columns" if shards[0][0].columns else "rows")
+
+
+def test_the_guide_to_sglang_names_what_is_hooked_and_the_release_that_was_tested() -> None:
+    text = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    hooked = {f"{plugin.LAYER_MODULE}.{plugin.EMBEDDING}.{name}" for name in plugin.HOOKED}
+    assert set(re.findall(r"^\| `(sglang\.[\w.]+)` \|", text, re.MULTILINE)) == hooked
+    assert plugin.SUPPORTED in text
+    assert f"sglang=={plugin.SUPPORTED}\n" in (ROOT / "tests" / "sglang" / "requirements.txt").read_text()
+    assert f"SGLang {plugin.SUPPORTED}" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from engram_client.lookup.shapes import (
     shape_for,
     sorts,
 )
+from tests.support import fake_kernels
 
 MULTIPROCESSORS = 132
 
@@ -139,3 +140,21 @@ def test_the_structs_have_the_sizes_that_the_source_gives_them():
     assert head
     source = f"struct Head {{{head[1]}\n}};"
     assert size("Head") == packing.HEAD.size
+
+
+def test_the_fake_kernels_read_the_fields_in_the_order_of_the_source():
+    """Sizes alone would let two fields change places; these tests' kernels would then read what no GPU reads."""
+    source = nvrtc.read_source()
+
+    def fields(pattern: str) -> list[str]:
+        body = re.search(pattern, source, re.DOTALL)
+        assert body
+        lines = re.findall(r"^    (?:const )?(?:u8|u32|u64|i64)\*? ([^;/]+);", body[1], re.MULTILINE)
+        names = [name.strip() for line in lines for name in line.split(",")]
+        return [n for name in names for n in [name.split("[")[0]] * int([*name.split("["), "1]"][1].rstrip("]"))]
+
+    assert fields(r"struct ArgsFor {(.*?)Target target") == list(fake_kernels.HEAD_FIELDS)
+    out, table = fields(r"struct Output {(.*?)\n};"), fields(r"struct Table {(.*?)\n};")
+    assert [f"out_{name}" for name in out] + table == list(fake_kernels.Target._fields)
+    assert re.search(r"struct Target {\s*Output out;\s*Table table;\s*};", source)
+    assert fields(r"struct Shard {(.*?)\n};") == ["values", "scales", "start"]

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from engram_client.errors import (
     RegistrationFailed,
 )
 from engram_client.layout import ROW_BYTES, RowFormat, Shard
+from engram_client.mapping.hostmem import HostMapping
 from engram_client.mapping.registered import RegisteredMapping
 from engram_client.mapping.segments import gpu_ordinal, map_for_cpu, map_for_gpu
 from engram_client.mapping.vmm import VmmMapping
@@ -201,7 +203,9 @@ def test_ranks_that_attach_at_once_all_succeed(tmp_path: Path, memfd: int, ranks
     os.mkdir(tmp_path / "sockets")
     script = f"""
 import sys
+import traceback
 from engram_client.cuda.access import cuda_driver
+from engram_client.mapping.hostmem import HostMapping
 from engram_client.mapping.registered import RegisteredMapping
 d = cuda_driver()
 m = RegisteredMapping({memfd}, {SIZE}, d, 0, range_bytes={RANGE}, lock_path={str(tmp_path / "sockets")!r})
@@ -373,3 +377,19 @@ def test_devices_are_read_as_torch_writes_them() -> None:
     for device in ("", "cuda:", "cuda:-1", "cuda:1x", "gpu", "CUDA"):
         with pytest.raises(DeviceUnsupported):
             gpu_ordinal(device)
+
+
+def test_a_mapping_that_failed_can_be_shown_by_what_reports_the_error(make: Make) -> None:
+    """Tools that print the variables of a failure's frames meet objects that are half made."""
+    driver = make()
+    fd = os.open("/", os.O_RDONLY)
+    for what in (
+        lambda: HostMapping(fd, PAGE),
+        lambda: RegisteredMapping(fd, PAGE, driver, 0),
+        lambda: VmmMapping(fd, PAGE, driver, 0),
+    ):
+        with pytest.raises(EngramError) as failed:
+            what()
+        told = "".join(traceback.TracebackException.from_exception(failed.value, capture_locals=True).format())
+        assert "closed" in told
+    os.close(fd)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import CancelledError
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,7 +34,8 @@ def test_the_rows_sampled_are_few_and_reach_from_the_first_to_the_last(rows: int
 
 def test_copies_have_one_sample_and_other_checkpoints_another(tmp_path: Path) -> None:
     first, copy, other = (
-        sample_digests(sources(tmp_path / name, seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        sample_digests(sources(tmp_path / name, seed), threading.Event())
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     assert first == copy
     assert list(first) == [1, 14]
@@ -41,14 +45,14 @@ def test_copies_have_one_sample_and_other_checkpoints_another(tmp_path: Path) ->
 @pytest.mark.parametrize("part", ["values", "scales"])
 def test_a_byte_of_a_sampled_row_changes_the_sample(tmp_path: Path, part: str) -> None:
     found = sources(tmp_path / "model", 3)
-    before = sample_digests(found)
+    before = sample_digests(found, threading.Event())
     extent = getattr(found[1], part)
     with open(extent.path, "r+b") as file:
         file.seek(extent.offset + extent.nbytes - 1)
         byte = file.read(1)[0]
         file.seek(extent.offset + extent.nbytes - 1)
         file.write(bytes([byte ^ 1]))
-    after = sample_digests(found)
+    after = sample_digests(found, threading.Event())
     assert after[1] == before[1]
     assert after[14] != before[14]
 
@@ -60,7 +64,7 @@ def test_a_file_that_is_gone_or_short_is_named(tmp_path: Path) -> None:
         file.truncate(found[1].scales.offset + 5)
     for _ in range(2):
         with pytest.raises(ReadFailed) as failed:
-            sample_digests(found)
+            sample_digests(found, threading.Event())
         assert failed.value.path == str(path)
         path.unlink(missing_ok=True)
 
@@ -70,3 +74,21 @@ def test_generated_tables_are_told_apart_by_seed_layer_and_shape() -> None:
     digests = [generated_digests([table], seed)[table.layer_id] for table in tables for seed in (0, 1)]
     assert len(set(digests)) == len(digests)
     assert generated_digests(tables[:1], 0) == generated_digests(tables[:1], 0)
+
+
+def test_a_sample_that_nobody_wants_any_more_ends_with_its_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process does not end before it, and of a slow file system it may want minutes."""
+    found, stop, reads = sources(tmp_path / "model", 3), threading.Event(), []
+
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        reads.append(offset)
+        if len(reads) == 5:
+            stop.set()
+        return bytes(count)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(CancelledError):
+        sample_digests(found, stop)
+    assert len(reads) <= 6

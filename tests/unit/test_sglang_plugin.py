@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import engram_client
-from engram_client import errors, sglang, sglang_attach
+from engram_client import errors, sglang, sglang_attach, sglang_check
 from engram_client.api import RawRows
 from engram_client.layout import column_primes
 from engram_client.protocol import (
@@ -237,22 +238,80 @@ def test_a_registry_of_another_shape_is_refused_where_the_embedding_is_built(
         layer_module().Engram(1, BOUNDS)
 
 
+def found_by(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """What is installed beside SGLang."""
+    points = [EntryPoint(name, "somewhere:plugin", sglang_check.GROUP) for name in names]
+    monkeypatch.setattr(sglang_check, "entry_points", lambda group: points if group == sglang_check.GROUP else [])
+
+
 @pytest.mark.parametrize("endpoint", ["", ABSENT], ids=["no endpoint", "no daemon"])
 def test_the_check_command_fails_where_an_engine_would_not_use_the_daemon(
     fake: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], endpoint: str
 ) -> None:
     fake()
+    found_by(monkeypatch, "another", "engram")
     monkeypatch.setenv("ENGRAM_ENDPOINT", endpoint)
     assert sglang.main() == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert (endpoint or "ENGRAM_ENDPOINT") in lines[1]
+    assert (endpoint or "ENGRAM_ENDPOINT") in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed", "finds"),
+    [
+        (["engram"], "", True),
+        (["engram"], "another, engram", True),
+        (["engram"], "another", False),
+        (["another"], "", False),
+        ([], "engram", False),
+    ],
+)
+def test_the_check_command_says_whether_sglang_would_load_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], allowed: str, finds: bool
+) -> None:
+    found_by(monkeypatch, *names)
+    monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+    if finds:
+        assert "engram" in sglang_check.loader()
+    else:
+        with pytest.raises(sglang_check.Problem):
+            sglang_check.loader()
 
 
 def test_the_check_command_names_what_another_sglang_lacks(fake: Install, capsys: pytest.CaptureFixture[str]) -> None:
     fake(srt__layers__engram=ORIGINAL.replace("def finish_load", "def after_load"))
     assert sglang.main() == 1
     assert "finish_load" in capsys.readouterr().out
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, **machine: Any) -> None:
+    monkeypatch.setenv("ENGRAM_CUDA_DRIVER", "tests.support.fake_driver:FakeDriver")
+    monkeypatch.setenv("ENGRAM_FAKE_CUDA", json.dumps(machine))
+    monkeypatch.setattr("engram_client.cuda.access._driver", None)
+
+
+def test_the_check_command_compiles_the_kernels_that_the_engines_ranks_will_want(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ENGRAM_KERNEL_CACHE", str(tmp_path))
+    on_machine(monkeypatch, gpus=2)
+    assert "sm_90" in sglang_check.gpus()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
+
+
+def test_the_check_command_fails_where_the_kernels_of_the_gpus_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ENGRAM_KERNEL_CACHE", str(tmp_path))
+    on_machine(monkeypatch, gpus=1)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(sglang_check.Problem):
+        sglang_check.gpus()
+
+
+@pytest.mark.parametrize("machine", [{"driver": False}, {"gpus": 0}])
+def test_the_check_command_is_content_without_a_gpu(monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any]) -> None:
+    on_machine(monkeypatch, **machine)
+    assert "CPU" in sglang_check.gpus()
 
 
 # What a layer does with its table

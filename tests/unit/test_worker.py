@@ -10,6 +10,7 @@ import pytest
 from engram_client.layout import RowFormat, Shard
 from engram_client.protocol import Backing, SegmentInfo, endpoint_tag
 from engram_server.config import Config
+from engram_server.exports import Exports
 from engram_server.fdstore import ServiceManager
 from engram_server.holding import Holding
 from engram_server.keep import Keeper
@@ -98,5 +99,41 @@ def test_the_loop_turns_while_segments_are_freed_and_giving_up_ends_after_them()
         with pytest.raises(asyncio.CancelledError):
             await giving
         assert segment.discarded
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_segments_are_not_given_up_while_the_driver_still_exports_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def exporting(*asked: object) -> Exports:
+        begun.set()
+        may_end.wait(LIMIT_S)
+        return Exports()
+
+    async def nothing(*asked: object) -> None:
+        return None
+
+    monkeypatch.setattr(Exports, "of", exporting)
+    monkeypatch.setattr(Holding, "_adopt", nothing)
+    monkeypatch.setattr(Holding, "_load", nothing)
+    monkeypatch.setattr(Holding, "planned", None)
+    monkeypatch.setattr(Keeper, "keep", lambda *kept: None)
+
+    async def run() -> None:
+        config = Config(model_path="/m")
+        tag = endpoint_tag(config.control.endpoint)
+        holding = Holding(config, tag, "epoch", Keeper(config, tag, ServiceManager()))
+        obtaining = asyncio.ensure_future(holding.obtain(lambda state: None, lambda progress: None))
+        assert await asyncio.to_thread(begun.wait, LIMIT_S)
+        obtaining.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        try:
+            assert not obtaining.done()
+        finally:
+            may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await obtaining
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
