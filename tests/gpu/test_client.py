@@ -126,7 +126,7 @@ def capture_collective(client: Any, reference: CheckpointReference, device: torc
     ("engram", "ranks", "rest"),
     [
         (WHOLE, 2, {"host": {"backing": "memfd"}}),
-        (WHOLE, 1, {"host": {"backing": "posix_shm"}}),
+        (WHOLE, 1, {"host": {"backing": "posix_shm", "keep": "off"}}),
         (WHOLE, 2, {"host": {"backing": "cuda_host"}}),
         ({"placement": "cpu"}, 3, {"host": {"backing": "cuda_host"}, "tp_size": 3}),
         ({"placement": "gpu"}, 2, {"tp_size": 2, "devices": [0, 0]}),

@@ -91,7 +91,7 @@ def test_every_way_of_asking_gives_the_checkpoints_rows(
     size: dict[str, Any] = {} if "replication" in engram else {"tp_size": world_size}
     if "gpu" in engram.values() and size and gpus < world_size:
         size["devices"] = [0] * world_size
-    with daemon_of(folder, checkpoint, engram, machine, host={"backing": host}, **size) as daemon:
+    with daemon_of(folder, checkpoint, engram, machine, host={"backing": host, "keep": "off"}, **size) as daemon:
         compared = run_ranks(world_size, ask_everything, daemon.endpoint, str(checkpoint), machine, timeout_s=100)
         assert min(compared) > 4000
 
