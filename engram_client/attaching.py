@@ -11,7 +11,8 @@ import msgspec
 from engram_client.control import ControlConnection
 from engram_client.errors import ConnectTimeout, IdentityMismatch, ServerDraining, TicketInvalid, TransferCut
 from engram_client.handover import REPLY_LEAST_S, HandoverConnection, wait_for_end
-from engram_client.protocol import TICKET_LIFETIME_S, Attach, Attached, Progress, ResolvedOptions, handover_path
+from engram_client.nodes import Nodes
+from engram_client.protocol import TICKET_LIFETIME_S, Attach, Attached, Progress, handover_path
 
 
 def receive(
@@ -23,15 +24,15 @@ def receive(
     deadline: float,
     timeout: float,
     on_progress: Callable[[Progress], None] | None,
-    on_options: Callable[[ResolvedOptions], object],
+    nodes: Nodes,
 ) -> tuple[HandoverConnection, ControlConnection, Attached, dict[str, int]]:
     """What a daemon answers, and the descriptors by segment id. The connections belong to `undo`, the descriptors to
     `received`. A process that was stopped for longer than a ticket lives asks for another while there is time.
-    `on_options` hears of them before the ticket is redeemed."""
+    `nodes` hears of the options before the ticket is redeemed."""
     while True:
         lease, control, attached = _obtain(undo, endpoint, sockets, request, deadline, timeout, on_progress)
         answered = time.monotonic()
-        on_options(attached.options)
+        nodes.expect(attached.options)
         try:
             patience = max(deadline - time.monotonic(), REPLY_LEAST_S)
             return lease, control, attached, received.enter_context(lease.redeemed(attached.ticket, patience))

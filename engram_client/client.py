@@ -114,7 +114,7 @@ def _open(
     with contextlib.ExitStack() as undo:
         received = contextlib.ExitStack()
         lease, control, attached, descriptors = attaching.receive(
-            undo, received, endpoint, sockets, request, deadline, timeout, heard, nodes.expect
+            undo, received, endpoint, sockets, request, deadline, timeout, heard, nodes
         )
         together = attached.options.reads_across_nodes
         with received:

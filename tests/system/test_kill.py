@@ -250,13 +250,16 @@ def test_a_rank_that_is_stopped_for_longer_than_its_ticket_lives_asks_again_whil
     timeout: int, per_node: Daemon
 ) -> None:
     command = [sys.executable, "-c", STOPS_WITH_A_TICKET, per_node.endpoint, str(timeout)]
-    stopped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = psutil.Process(stopped.pid)
-    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the stop")
-    until = time.monotonic() + TICKET_LIFETIME_S
-    wait_until(lambda: time.monotonic() > until, "the ticket's end")
-    os.kill(stopped.pid, signal.SIGCONT)
-    out, err = stopped.communicate(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stopped:
+        try:
+            process = psutil.Process(stopped.pid)
+            wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "the stop")
+            until = time.monotonic() + TICKET_LIFETIME_S
+            wait_until(lambda: time.monotonic() > until, "the ticket's end")
+            os.kill(stopped.pid, signal.SIGCONT)
+            out, err = stopped.communicate(timeout=60)
+        finally:
+            stopped.kill()
     if timeout > TICKET_LIFETIME_S:
         assert (out, err) == ("True\n", "")
     else:
