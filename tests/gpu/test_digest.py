@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.cuda.driver import HandleTypes, Location
-from engram_client.errors import EngramError
 from engram_client.layout import BLOCK_ROWS, RowFormat, Shard, TableGeometry
 from engram_client.protocol import Backing, SegmentInfo
 from engram_server import device_digest, device_fill
 from engram_server.device_digest import Digester
 from engram_server.device_target import DeviceTarget
 from engram_server.load_job import LoadJob, PieceDigest
+from tests.gpu.real import real_driver
 
-if os.environ.get(DRIVER_VARIABLE):
-    pytest.skip("needs the real driver", allow_module_level=True)
-try:
-    DRIVER = cuda_driver()
-except EngramError as error:
-    pytest.skip(f"needs a CUDA GPU: {error}", allow_module_level=True)
+DRIVER = real_driver()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

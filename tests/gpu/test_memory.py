@@ -18,19 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.cuda.driver import HandleTypes, Location
 from engram_client.errors import EngramError
 from engram_client.mapping.hostmem import HostMapping
 from engram_server import gpus
 from tests.gpu.memory_child import PIECE, expected_checksum, pattern
+from tests.gpu.real import real_driver
 
-if os.environ.get(DRIVER_VARIABLE):
-    pytest.skip("needs the real driver", allow_module_level=True)
-try:
-    DRIVER = cuda_driver()
-except EngramError as error:
-    pytest.skip(f"needs a CUDA GPU: {error}", allow_module_level=True)
+DRIVER = real_driver()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.cuda.driver import HandleTypes, Location
-from engram_client.errors import CudaCallFailed, EngramError
+from engram_client.errors import CudaCallFailed
 from engram_client.layout import RowFormat, Shard, TableGeometry
 from engram_client.protocol import Backing, SegmentInfo
 from engram_server import device_pump
@@ -18,15 +17,11 @@ from engram_server.device_fill import address_of
 from engram_server.device_target import DeviceTarget
 from engram_server.load_job import LoadJob
 from engram_server.tensor_file import Extent
+from tests.gpu.real import real_driver
 
-if os.environ.get(DRIVER_VARIABLE):
-    pytest.skip("needs the real driver", allow_module_level=True)
 if not device_pump.NATIVE:
     pytest.skip("the extension is not built", allow_module_level=True)
-try:
-    DRIVER = cuda_driver()
-except EngramError as error:
-    pytest.skip(f"needs a CUDA GPU: {error}", allow_module_level=True)
+DRIVER = real_driver()
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -14,17 +14,8 @@ from hypothesis import strategies as st
 from engram_client import layout
 from engram_client.errors import ConfigInvalid, RowCountMismatch
 from engram_client.layout import BLOCK_ROWS, TableGeometry, digest_pieces, owner_of, parse_model_geometry, shard, whole
+from tests.support.released import CONFIG as REAL
 
-REAL = {
-    "engram_layer_ids": [1, 14],
-    "engram_num_embeddings": [384006168, 384016682],
-    "engram_max_ngram_size": 4,
-    "engram_vocab_size": 16000000,
-    "engram_n_heads": 8,
-    "engram_head_dim": 256,
-    "engram_pad_token_id": 2,
-    "engram_compressed_vocab_size": 99092,
-}
 SMALL = {"engram_layer_ids": [1, 3], "engram_max_ngram_size": 3, "engram_vocab_size": 50, "engram_n_heads": 2}
 
 geometries = st.builds(
