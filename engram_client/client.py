@@ -113,9 +113,8 @@ def _open(
 
     with contextlib.ExitStack() as undo:
         received = contextlib.ExitStack()
-        lease, control, attached, descriptors = attaching.receive(
-            undo, received, endpoint, sockets, request, deadline, timeout, heard, nodes
-        )
+        question = attaching.Question(endpoint, sockets, request, deadline, timeout, heard)
+        lease, control, attached, descriptors = attaching.receive(question, nodes, undo, received)
         together = attached.options.reads_across_nodes
         with received:
             handles = lease.export(max(deadline - time.monotonic(), REPLY_LEAST_S)) if together else ()
