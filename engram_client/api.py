@@ -106,11 +106,11 @@ class Table(Protocol):
         out: contiguous bfloat16 of that shape on that device; nothing is allocated then (but by an exchange
         between ranks, and on a GPU by the first larger batch of a host table).
         raw: rows as stored, in `out` (values and scales, contiguous uint8) when given.
-        tokens, counts: with replication none, whose tokens these are (`Tokens`); counts is the number of
-        tokens (rows of ids' first dimension) of every rank, exchanged when not given.
+        tokens, counts: with replication none or split reads, whose tokens these are (`Tokens`); counts is the number
+        of tokens (rows of ids' first dimension) of every rank, exchanged when not given.
 
         A collective where shards are assembled by one: every rank of the group calls it, those without
-        tokens too.
+        tokens too. With split reads so is every larger batch of tokens that all ranks share.
 
         Raises IdsDtypeInvalid, IdsDeviceInvalid, IdsShapeInvalid, OutInvalid, CountsInvalid, InvalidIds
         (strict), ClientClosed or ForkedClient.
@@ -212,6 +212,7 @@ class Connect(Protocol):
         layers: Sequence[int] | None = None,
         identity: Mapping[int, TableIdentity | str] | None = None,
         strict: bool = False,
+        split_reads: bool = False,
         handover: str | None = None,
         name: str | None = None,
         on_progress: Callable[[Progress], None] | None = None,
@@ -222,12 +223,16 @@ class Connect(Protocol):
         device: "cpu", or "cuda:N", where lookups run on GPU N and tables of the host's memory are read in place.
         group: torch.distributed group for assembled lookups; None = WORLD. Its size must be world_size. Where the
         daemon reads across nodes (peer_read with nnodes over 1), connect is itself a collective of it: ranks
-        exchange FABRIC handles, each waits for all as long as the group's timeout, and all raise if one fails.
+        exchange FABRIC handles, each waits for all as long as the group's timeout, and all raise if one fails. So it
+        is with split_reads.
         timeout: seconds to wait for the socket, for the successor of a daemon that drains, and for the tables; 0 fails
             at once.
         layers: backbone layer ids to map; None = all.
         identity: tables demanded, by layer id: a TableIdentity, or the root's 32 hex digits.
         strict: invalid ids raise InvalidIds instead of giving zero rows.
+        split_reads: for placement cpu with replication per_node, on all ranks or none. Where ranks pass equal ids
+            (tokens "same") each reads a part of a larger batch over its own link, and an all-gather of `group` brings
+            the parts together; such lookups are then collectives. Best among GPUs of one node that NVLink connects.
         handover: path of the descriptor socket, where the daemon was configured with one.
         name: shown in `engram-ctl status`; None = the program's name.
         on_progress: called with every Progress while the daemon loads.
@@ -237,7 +242,8 @@ class Connect(Protocol):
         TooManyClients, TooFewDescriptors, MapFailed, DeviceUnsupported, RankOnOtherNode or GroupInvalid; on a GPU
         also NoDriver, CudaUnavailable, GpuNotFound, KernelCompileFailed, RegistrationFailed, AddressesScattered,
         PeerAccessMissing, CudaCallFailed or Unsupported; across nodes also GroupNeeded, GroupRankMismatch,
-        FabricUnavailable, NodesDiffer, RowsNotCovered, OtherRankFailed or ExchangeFailed. A GPU that fails here
+        FabricUnavailable, NodesDiffer, RowsNotCovered, OtherRankFailed or ExchangeFailed; with split_reads
+        SplitReadsRefused, GroupRankMismatch, NodesDiffer, OtherRankFailed or ExchangeFailed. A GPU that fails here
         stays usable for other work.
         """
         ...

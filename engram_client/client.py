@@ -61,6 +61,7 @@ def connect(
     layers: Sequence[int] | None = None,
     identity: Mapping[int, TableIdentity | str] | None = None,
     strict: bool = False,
+    split_reads: bool = False,
     handover: str | None = None,
     name: str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -78,7 +79,7 @@ def connect(
         roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
         wait=timeout > 0,
     )
-    nodes = Nodes(endpoint, handover, rank, world_size, group)
+    nodes = Nodes(endpoint, handover, rank, world_size, group, split_reads)
     try:
         return _open(endpoint, handover, request, timeout, on_progress, nodes, group, strict)
     except Exception as error:
@@ -122,6 +123,8 @@ def _open(
             kept = Lease(lease, functools.partial(attaching.renew, endpoint, handover, request, attached))
             undo.callback(kept.close)
             sources: dict[str, int | bytes] = {**descriptors}
+            if nodes.split_reads:
+                nodes.compare(attached)
             if together:
                 tables, foreign = nodes.exchange(attached, handles)
                 attached, sources = msgspec.structs.replace(attached, tables=tables), {**foreign, **sources}
@@ -130,7 +133,9 @@ def _open(
             undo.callback(mapping.close)
         reporter = Reporter(*control.give_away(), lambda: kept.address, time.monotonic() - started)
         undo.callback(reporter.close)
-        client = MappedClient(endpoint, request, attached, kept, mappings, group, strict, reporter)
+        client = MappedClient(
+            endpoint, request, attached, kept, mappings, group, strict, reporter, split_reads=nodes.split_reads
+        )
         if kernels is not None:
             undo.callback(client.close)
             client.open_on_gpu(kernels)
@@ -179,6 +184,8 @@ class MappedClient:
         group: ProcessGroup | None,
         strict: bool,
         reporter: Reporter,
+        *,
+        split_reads: bool,
     ) -> None:
         self._endpoint = endpoint
         self._rank = request.rank
@@ -189,6 +196,7 @@ class MappedClient:
         self._mappings = mappings
         self._group = group
         self._strict = strict
+        self._split_reads = split_reads
         self._reporter = reporter
         self._tables: dict[int, MappedTable] = {}
         self._gpu: GpuTables | None = None
@@ -253,7 +261,16 @@ class MappedClient:
             rows.on_wait = meter.waited
             local, whole = rows, part.rank is None
         return MappedTable(
-            info, local, self._rank, self._world_size, self._group, self._strict, self.check_usable, meter, whole=whole
+            info,
+            local,
+            self._rank,
+            self._world_size,
+            self._group,
+            self._strict,
+            self.check_usable,
+            meter,
+            whole=whole,
+            split=self._split_reads,
         )
 
     def open_on_gpu(self, kernels: Kernels) -> None:
@@ -289,7 +306,8 @@ class MappedClient:
         tokens, _, width = ids.shape
         shape = (len(tables), tokens, width, ROW_VALUES)
         out = torch.empty(shape, dtype=torch.bfloat16, device=ids.device)
-        if self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
+        split = tokens * width >= tables[0].splits_from
+        if split or self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
             for index, table in enumerate(tables):
                 table.lookup(ids[:, index], out[index], hashed=hashed)
         else:

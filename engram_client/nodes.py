@@ -1,4 +1,4 @@
-"""How ranks of several nodes attach together, where each reads the shards of all nodes in place.
+"""How ranks attach together, where each reads the shards of all nodes in place, or parts of a table for the others.
 
     offers      each rank's own shards with their FABRIC handles, or why it has none     from each to all
     agreement   whether each could map all of them                                       from each to all
@@ -29,6 +29,7 @@ from engram_client.errors import (
     NodesDiffer,
     OtherRankFailed,
     RowsNotCovered,
+    SplitReadsRefused,
 )
 from engram_client.layout import TableGeometry
 from engram_client.protocol import (
@@ -74,12 +75,15 @@ class Nodes:
         rank: int,
         world_size: int,
         group: ProcessGroup | None,
+        split_reads: bool = False,
     ) -> None:
         self._endpoint = endpoint
         self._handover = handover
         self._rank = rank
         self._world_size = world_size
         self._group = group
+        self.split_reads = split_reads and world_size > 1
+        """Whether the ranks share out the reads of tables that each of them has whole."""
         self.ordinal: int | None = None
         """This rank's GPU."""
         self._options: ResolvedOptions | None = None
@@ -102,14 +106,16 @@ class Nodes:
     def expect(self, options: ResolvedOptions) -> bool:
         """Whether ranks meet, now that the options are known. From then on the others wait for this one.
 
-        Raises GroupNeeded, GroupInvalid or GroupRankMismatch.
+        Raises GroupNeeded, GroupInvalid, GroupRankMismatch or SplitReadsRefused.
         """
         self._next = _Next.NOTHING
-        if not options.reads_across_nodes:
+        if self.split_reads and not options.whole_in_host_memory:
+            raise SplitReadsRefused(placement=options.placement, replication=options.replication)
+        if not self.split_reads and not options.reads_across_nodes:
             return False
         from engram_client import group as groups  # brings torch, which a rank has
 
-        if not groups.is_there():
+        if options.reads_across_nodes and not groups.is_there():
             raise GroupNeeded(nnodes=options.nnodes)
         if self._is_for(options):  # also when this rank is not the one it says: the others need not know
             self._next = _Next.OFFERS
@@ -120,7 +126,16 @@ class Nodes:
         """Whether the group is one whose ranks meet: who is in another cannot come to the collectives of this."""
         from engram_client import group as groups
 
+        if self.split_reads:
+            return options.whole_in_host_memory and groups.size(self._group) == self._world_size
         return options.reads_across_nodes and groups.size(self._group) == options.tp_size
+
+    def compare(self, attached: Attached) -> None:
+        """Whether all ranks have the same tables, of which each is about to read parts for the others. Raises, on all
+        ranks, NodesDiffer, OtherRankFailed or ExchangeFailed."""
+        mine = Offer(rank=self._rank, options=attached.options, tables=_own(attached, self._rank), handles=())
+        check_equal([cast("Offer", message) for message in self._meet(mine)])
+        self._next = _Next.AGREEMENT
 
     def exchange(
         self, attached: Attached, handles: Sequence[FabricHandle]
@@ -217,6 +232,14 @@ def check_offers(offers: Sequence[Offer]) -> None:
 
     Raises NodesDiffer or RowsNotCovered.
     """
+    check_equal(offers)
+    for table in offers[0].tables:
+        layer = table.geometry.layer_id
+        check_cover(table.geometry, [one for offer in offers for one in _of_layer(offer, layer).segments])
+
+
+def check_equal(offers: Sequence[Offer]) -> None:
+    """Whether all ranks have the same tables. Raises NodesDiffer."""
     first = offers[0]
     for offer in offers[1:]:
         found, other = _compared(first), _compared(offer)
@@ -235,9 +258,6 @@ def check_offers(offers: Sequence[Offer]) -> None:
                 found={name: found.get(name) for name in differing},
                 other_found={name: other.get(name) for name in differing},
             )
-    for table in first.tables:
-        layer = table.geometry.layer_id
-        check_cover(table.geometry, [one for offer in offers for one in _of_layer(offer, layer).segments])
 
 
 def check_cover(geometry: TableGeometry, segments: Sequence[SegmentInfo]) -> None:

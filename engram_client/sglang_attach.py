@@ -27,6 +27,9 @@ LOAD_LIMIT_S = 3600.0
 """How long it waits for one that is loading, and says how far it is: 189 GiB from a slow disk take their time."""
 PROGRESS_EVERY_S = 5.0
 
+SPLIT_READS = "ENGRAM_SPLIT_READS"
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
 HOST_TABLE = "SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE"
 LAYOUT = "SGLANG_DSV41_ENGRAM_HOST_TABLE_LAYOUT"
 PEER_SHARDS = "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS"
@@ -40,6 +43,8 @@ class Settings:
     endpoint: str
     handover: str | None
     timeout_s: float
+    split_reads: bool = False
+    """Whether the ranks share out the reads of whole tables in host memory."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -53,7 +58,11 @@ class Settings:
             raise EngineSettingInvalid(
                 variable="ENGRAM_TIMEOUT", value=spelled, allowed=f"seconds from 0 to {LOAD_LIMIT_S:g}"
             )
-        return cls(environment.get("ENGRAM_ENDPOINT", ""), environment.get("ENGRAM_HANDOVER") or None, timeout)
+        split = environment.get(SPLIT_READS, "0").strip().lower()
+        if split not in (*_YES, *_NO):
+            raise EngineSettingInvalid(variable=SPLIT_READS, value=split, allowed=", ".join((*_YES, *_NO[:-1])))
+        handover = environment.get("ENGRAM_HANDOVER") or None
+        return cls(environment.get("ENGRAM_ENDPOINT", ""), handover, timeout, split in _YES)
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,8 @@ def client_of_process(settings: Settings, place: Place, group: Any, *, remember_
     """
     key = settings, place
     known = _clients.get(key)
-    # Ranks that read each other's memory across nodes attach together: none of them may decide that by itself.
-    if known is not None and (known.server_alive or known.options.reads_across_nodes):
+    # Ranks that read across nodes, or for each other, attach together: none of them may decide that by itself.
+    if known is not None and (known.server_alive or known.options.reads_across_nodes or settings.split_reads):
         return known
     if key in _failures:
         raise _failures[key]
@@ -108,6 +117,7 @@ def _attach(settings: Settings, place: Place, group: Any) -> Client:
         device=place.device,
         group=group,
         timeout=LOAD_LIMIT_S if loading else settings.timeout_s,
+        split_reads=settings.split_reads,
         handover=settings.handover,
         name=f"sglang rank {place.rank}",
         on_progress=ProgressLog(),

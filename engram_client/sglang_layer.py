@@ -105,7 +105,8 @@ def attach(num_embeddings: int, dim: int, layer_id: int, column_bounds: Sequence
     group = None
     if place.world_size > 1:
         group = parallel.tp_group.cpu_group if place.device == "cpu" else parallel.tp_group.device_group
-    client = client_of_process(Settings.from_environment(), place, group, remember_failure=not plugin.required())
+    settings = Settings.from_environment()
+    client = client_of_process(settings, place, group, remember_failure=not plugin.required())
     table = client.table(layer_id)
     columns = tuple(np.diff(column_bounds).tolist())
     if (dim, num_embeddings, columns) != (ROW_VALUES, table.rows, table.columns):
@@ -118,7 +119,7 @@ def attach(num_embeddings: int, dim: int, layer_id: int, column_bounds: Sequence
         )
     options = client.options
     alone = place.world_size == 1 or options.replication == Replication.PER_NODE or options.lookup == Lookup.PEER_READ
-    return ServedTable(table, place, assembled=not alone)
+    return ServedTable(table, place, assembled=not alone, split=settings.split_reads)
 
 
 def lookup_device() -> str:
@@ -174,11 +175,13 @@ def furnish(embedding: nn.Module, served: ServedTable, dim: int) -> None:
 class ServedTable:
     """One layer's table in the daemon, and the rows of the engine's checkpoint that it must agree with."""
 
-    def __init__(self, table: Table, place: Place, *, assembled: bool) -> None:
-        """assembled: rows come together by a collective of the group, so that it matters whose tokens they are."""
+    def __init__(self, table: Table, place: Place, *, assembled: bool, split: bool) -> None:
+        """assembled: rows come together by a collective of the group, so that it matters whose tokens they are.
+        split: so do those of larger batches, where all ranks have the same tokens."""
         self.table = table
         self.place = place
         self._assembled = assembled
+        self._split = split
         self._columns = len(table.columns)
         self._proof_ids = proof_ids(table.layer_id, table.rows)
         self._seen: dict[str, Tensor] = {}
@@ -241,7 +244,8 @@ class ServedTable:
         if not self._assembled:
             # With a target of known layout a GPU lookup does not check again what it has checked before.
             out = torch.empty(*ids.shape, ROW_VALUES, dtype=torch.bfloat16, device=ids.device)
-            return self.table.lookup(ids, out, hashed=hashed)
+            own = self._split and (cp_all_tokens or get_parallel().attn_dp_size > 1)
+            return self.table.lookup(ids, out, hashed=hashed, tokens="own" if own else "same")
         parallel = get_parallel()
         if cp_all_tokens:
             # Context parallel prefill pads all ranks to one length.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,6 +20,7 @@ from engram_client.lookup.checks import Found, Invalid, check_ids, stored_out
 from engram_client.lookup.collective import LocalRows, ShardedLookup
 from engram_client.lookup.cuda import GpuRows
 from engram_client.lookup.pending import PendingRows
+from engram_client.lookup.split import SplitLookup
 from engram_client.protocol import TableInfo
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
-    local: its rows on the device; whole: all of them are there. `check_usable` raises when the client behind it
+    local: its rows on the device; whole: all of them are there; split: the group's ranks share out the reads of a
+    larger batch all the same. `check_usable` raises when the client behind it
     is closed or forked. `meter` counts what is looked up.
     """
 
@@ -46,6 +49,7 @@ class MappedTable:
         meter: Meter,
         *,
         whole: bool,
+        split: bool = False,
     ) -> None:
         self._info = info
         self._strict = strict
@@ -58,7 +62,14 @@ class MappedTable:
         self._name = f"table {info.geometry.layer_id}"
         self.local = local
         self.whole = whole
-        self._lookup = ShardedLookup(group, rank, world_size, info.geometry, local, whole=whole)
+        self.splits_from = sys.maxsize
+        """Ids from which on a lookup is shared out among the ranks."""
+        self._lookup: ShardedLookup | SplitLookup
+        if split and world_size > 1:
+            self._lookup = SplitLookup(group, rank, world_size, info.geometry, local)
+            self.splits_from = self._lookup.from_ids
+        else:
+            self._lookup = ShardedLookup(group, rank, world_size, info.geometry, local, whole=whole)
         alone = whole or world_size == 1
         self._again = local.lookup_again if alone and isinstance(local, GpuRows) else None
         self._number = numbers.register(self)
@@ -126,7 +137,7 @@ class MappedTable:
             self._check_usable(self._name)
             if self._strict:
                 self._refuse_counted()
-            if self._again(ids, out, hashed):
+            if ids.numel() < self.splits_from and self._again(ids, out, hashed):
                 self.count(ids.numel())
                 return out
         if raw:

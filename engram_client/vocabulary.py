@@ -143,6 +143,11 @@ class ResolvedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         split = self.placement is Placement.GPU and self.replication is Replication.NONE
         return split and self.lookup is Lookup.PEER_READ and self.nnodes > 1
 
+    @property
+    def whole_in_host_memory(self) -> bool:
+        """Whether every rank maps whole tables in its node's host memory, so that reads can be split."""
+        return self.placement is Placement.CPU and self.replication is Replication.PER_NODE
+
 
 class LoadProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     phase: str

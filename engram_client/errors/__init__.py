@@ -125,6 +125,7 @@ from engram_client.errors.use import (
     GroupNeeded as GroupNeeded,
     GroupInvalid as GroupInvalid,
     GroupRankMismatch as GroupRankMismatch,
+    SplitReadsRefused as SplitReadsRefused,
     CountsInvalid as CountsInvalid,
 )
 from engram_client.errors.cuda import (

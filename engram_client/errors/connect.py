@@ -151,10 +151,10 @@ class FabricUnavailable(ConnectError):
 
 
 class NodesDiffer(ConnectError):
-    """Two ranks of a group are attached to daemons whose shards do not make up one table. Raised on all ranks."""
+    """Two ranks of a group that read together are attached to daemons with different tables. Raised on all ranks."""
 
     template = (
-        "the daemons of ranks {rank} and {other_rank} (nodes {node} and {other_node}) do not serve parts of the same "
+        "the daemons of ranks {rank} and {other_rank} (nodes {node} and {other_node}) do not serve the same "
         "tables: {differing} differ: {found} and {other_found}; start all nodes with the same engram.json but for "
         "node_rank, and the same checkpoint"
     )

@@ -93,6 +93,17 @@ class GroupRankMismatch(UseError):
     rank: int
 
 
+class SplitReadsRefused(UseError):
+    """Ranks can share out the reads of a table only where each has all of it, over a link worth sparing."""
+
+    template = (
+        "split_reads=True is for whole tables in host memory, and this daemon serves placement={placement} "
+        "replication={replication}; drop split_reads, or configure placement cpu and replication per_node"
+    )
+    placement: str
+    replication: str
+
+
 class CountsInvalid(UseError):
     template = "counts {found} do not fit: expected {expected}"
     found: str

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engram_client import group as groups
 from engram_client.api import Tokens
 from engram_client.errors import CountsInvalid, IdsShapeInvalid
 from engram_client.layout import ROW_BYTES, ROW_VALUES, Shard, TableGeometry
 from engram_client.lookup import runtime
 from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids
+from engram_client.lookup.wire import Wire, check_counts
 
 PADDING = -1
 SUM_UP_TO_IDS = 1024
 """GPUs on NCCL: for so few ids the sum of zero-filled rows costs less than an exchange and the launch after it.
-Two H200 over NVLink: 384 ids 9.9 against 11.5 us, 3,072 ids 19.5 against 14.7 us (tests/bench/two_gpus.py)."""
+Two H200 over NVLink: 384 ids 9.9 against 11.5 us, 3,072 ids 19.5 against 14.7 us (tests/bench/groups.py)."""
 
 
 class LocalRows(Protocol):
@@ -67,9 +67,10 @@ class LocalRows(Protocol):
 
     def count_invalid(self, ids: Tensor, *, hashed: bool) -> Invalid: ...
 
-    def assemble(self, received: Tensor, ids: Tensor, out: Tensor) -> Invalid:
-        """Dequantises what an exchange of raw rows left, uint8 `[ranks, tokens, columns / ranks, 264]` in any
-        shape, into `out`, bfloat16 `[tokens, columns, 256]`; tells of the invalid ones of the hashed `ids`."""
+    def assemble(self, received: Tensor, ids: Tensor, out: Tensor, *, pieces: int, hashed: bool) -> Invalid:
+        """Dequantises what an exchange of raw rows left, uint8 `[pieces, tokens, columns / pieces, 264]` in any
+        shape, into `out`, bfloat16 `[tokens, columns, 256]`; tells of the invalid ones of `ids`, which are hashed
+        where there is more than one piece."""
         ...
 
     def begin(
@@ -105,18 +106,15 @@ class ShardedLookup:
 
         Raises GroupInvalid when the group does not have world_size ranks, and GroupRankMismatch when this
         process has another place in it than `rank`. With whole, or world_size 1, no group is looked at."""
-        self._group = group
         self._rank = rank
         self._world_size = world_size
         self._columns = len(geometry.columns)
         self._local = local
         self._alone = whole or world_size == 1
-        self._staged = False
+        self._sum_up_to = 0
         if not self._alone:
-            groups.check(group, rank, world_size)
-            # gloo's collectives take host memory; its name is that of a backend, NCCL's group may have both.
-            self._staged = local.device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
-        self._sum_up_to = SUM_UP_TO_IDS if local.device.type == "cuda" and not self._staged else 0
+            self._wire = Wire(group, rank, world_size, local.device)
+            self._sum_up_to = SUM_UP_TO_IDS if self._wire.direct else 0
 
     def lookup(
         self,
@@ -174,7 +172,7 @@ class ShardedLookup:
             self._check_counts(ids, counts, same=True)
             packed, invalid = self._local.lookup_raw(ids, hashed=hashed)
             if packed.numel():
-                self._all_reduce(_as_int32(packed))
+                self._wire.all_reduce(_as_int32(packed))
         else:
             all_ids, counts = self._everybodys(ids, counts)
             packed = values.new_empty((*ids.shape, ROW_BYTES))
@@ -214,12 +212,12 @@ class ShardedLookup:
         if not mine.numel():
             return Found(out, Invalid())
         everything = mine.new_empty(self._world_size * mine.numel())
-        self._all_gather(everything, mine.view(-1))
-        return Found(out, self._local.assemble(everything, ids, out))
+        self._wire.all_gather(everything, mine.view(-1))
+        return Found(out, self._local.assemble(everything, ids, out, pieces=self._world_size, hashed=True))
 
     def _sum(self, found: Found) -> Found:
         if found.rows.numel():
-            self._all_reduce(_as_int32(found.rows))
+            self._wire.all_reduce(_as_int32(found.rows))
         return found
 
     def _own_by_columns(self, all_ids: Tensor, counts: Sequence[int], ids: Tensor, out: Tensor) -> Invalid:
@@ -230,8 +228,10 @@ class ShardedLookup:
         mine = counts[self._rank]
         receive = send.new_empty(self._world_size * mine * row_bytes)
         sizes = [mine * row_bytes] * self._world_size, [count * row_bytes for count in counts]
-        self._all_to_all(receive, send.view(-1), *sizes)
-        return self._local.assemble(receive, ids, out) if mine else Invalid()
+        self._wire.all_to_all(receive, send.view(-1), *sizes)
+        if not mine:
+            return Invalid()
+        return self._local.assemble(receive, ids, out, pieces=self._world_size, hashed=True)
 
     def _own_by_sum(self, all_ids: Tensor, counts: Sequence[int], out: Tensor, hashed: bool) -> None:
         """out: bfloat16, or uint8 for rows as stored."""
@@ -239,34 +239,9 @@ class ShardedLookup:
             all_ids = all_ids.view(all_ids.shape[0], -1, self._columns)
         look = self._local.lookup_raw if out.dtype == torch.uint8 else self._local.lookup
         rows = look(all_ids, hashed=hashed, count=False).rows
-        self._all_reduce(_as_int32(rows))
+        self._wire.all_reduce(_as_int32(rows))
         begin = sum(counts[: self._rank])
         out.copy_(rows[begin : begin + counts[self._rank]].view(out.shape))
-
-    # Collectives, over host memory where the group's backend cannot reach the device's
-
-    def _all_gather(self, output: Tensor, mine: Tensor) -> None:
-        if not self._staged:
-            groups.all_gather(output, mine, group=self._group)
-            return
-        staged = torch.empty(output.shape, dtype=output.dtype)
-        groups.all_gather(staged, mine.cpu(), group=self._group)
-        output.copy_(staged)
-
-    def _all_reduce(self, rows: Tensor) -> None:
-        if not self._staged:
-            dist.all_reduce(rows, group=self._group)
-            return
-        staged = rows.cpu()
-        dist.all_reduce(staged, group=self._group)
-        rows.copy_(staged)
-
-    def _all_to_all(self, output: Tensor, mine: Tensor, output_sizes: list[int], input_sizes: list[int]) -> None:
-        received = torch.empty(output.shape, dtype=output.dtype) if self._staged else output
-        sent = mine.cpu() if self._staged else mine
-        dist.all_to_all_single(received, sent, output_sizes, input_sizes, group=self._group)
-        if self._staged:
-            output.copy_(received)
 
     def _everybodys(self, ids: Tensor, counts: Sequence[int] | None) -> tuple[Tensor | None, list[int]]:
         """The ids of all ranks in rank order, int64 `[sum of counts, ids a token]` (None if there are none),
@@ -287,7 +262,7 @@ class ShardedLookup:
         if tokens:
             padded[:tokens] = ids.reshape(tokens, width)
         gathered = padded.new_empty((self._world_size, longest, width))
-        self._all_gather(gathered.view(-1), padded.view(-1))
+        self._wire.all_gather(gathered.view(-1), padded.view(-1))
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)]), counts
 
     def _exchange_counts(self, tokens: int, width: int) -> tuple[list[int], int]:
@@ -301,7 +276,7 @@ class ShardedLookup:
             )
         mine = torch.tensor([tokens, width], dtype=torch.int64, device=self._local.device)
         everybodys = mine.new_empty(2 * self._world_size)
-        self._all_gather(everybodys, mine)
+        self._wire.all_gather(everybodys, mine)
         pairs = everybodys.view(-1, 2).tolist()
         widths = {each for count, each in pairs if count}
         if len(widths) > 1:
@@ -309,14 +284,7 @@ class ShardedLookup:
         return [count for count, _ in pairs], widths.pop() if widths else width
 
     def _check_counts(self, ids: Tensor, counts: Sequence[int] | None, same: bool = False) -> None:
-        if counts is None:
-            return
-        tokens = ids.shape[0] if ids.dim() else 1
-        good = len(counts) == self._world_size and all(count >= 0 for count in counts)
-        if good and (all(count == tokens for count in counts) if same else counts[self._rank] == tokens):
-            return
-        where = "everywhere" if same else f"at {self._rank}"
-        raise CountsInvalid(found=str(list(counts)), expected=f"{self._world_size} counts, {tokens} {where}")
+        check_counts(ids, counts, self._rank, self._world_size, same=same)
 
 
 def _as_int32(rows: Tensor) -> Tensor:

@@ -118,16 +118,16 @@ class SegmentRows:
         scales.copy_(packed[..., ROW_VALUES:])
         return invalid
 
-    def assemble(self, received: Tensor, ids: Tensor, out: Tensor) -> Invalid:
+    def assemble(self, received: Tensor, ids: Tensor, out: Tensor, *, pieces: int, hashed: bool) -> Invalid:
         """See `engram_client.lookup.collective.LocalRows.assemble`."""
-        first, last = self.shard.columns or (0, len(self.geometry.columns))
-        tokens, columns = ids.numel() // len(self.geometry.columns), len(self.geometry.columns)
         packed = received.view(-1, ROW_BYTES)
-        order = torch.arange(packed.shape[0]).view(-1, tokens, last - first).transpose(0, 1).reshape(tokens, columns)
         count = packed.shape[0]
+        order = torch.arange(count)
+        if pieces > 1:
+            order = order.view(pieces, -1, len(self.geometry.columns) // pieces).transpose(0, 1).reshape(-1)
         everything = Shard(row_start=0, row_stop=count, columns=None)
         _gather(packed.numpy(), RowFormat.PACKED, everything, count, None, _plane(order, hashed=False), out)
-        return self.count_invalid(ids, hashed=True)
+        return self.count_invalid(ids, hashed=hashed)
 
     def begin(
         self,

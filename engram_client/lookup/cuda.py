@@ -75,7 +75,7 @@ class GpuRows:
         self._known: dict[tuple[object, ...], FixedGather] = {}
         self._gathers: dict[tuple[object, ...], Gather] = {}
         self._judges = {hashed: CountInvalid(kernels, self.source(hashed), self._columns) for hashed in (True, False)}
-        self._exchanged: dict[int, Exchanged] = {}
+        self._exchanged: dict[tuple[int, bool], Exchanged] = {}
         self._plain = {hashed: self._gather(hashed) for hashed in (True, False)}
 
     def __repr__(self) -> str:
@@ -159,17 +159,16 @@ class GpuRows:
     def count_invalid(self, ids: Tensor, *, hashed: bool) -> Invalid:
         """Counts them on the GPU, in a launch that reads no row."""
         check_ids(ids, self.device, hashed, self._columns)
-        self._judge(self._judges[hashed], ids)
+        self._judge(self._judges[hashed], ids, hashed)
         return _NOTHING
 
-    def assemble(self, received: Tensor, ids: Tensor, out: Tensor) -> Invalid:
+    def assemble(self, received: Tensor, ids: Tensor, out: Tensor, *, pieces: int, hashed: bool) -> Invalid:
         """See `LocalRows.assemble`. Counts invalid ids in the same launch."""
-        first, last = self.shard.columns or (0, self._columns)
-        ranks = self._columns // (last - first)
-        if ranks not in self._exchanged:
-            self._exchanged[ranks] = Exchanged(self.kernels, self.source(True), self._columns, ranks)
-        whole, source, target = self._exchanged[ranks], received.data_ptr(), _address(out)
-        self._judge(lambda view, stream: whole(view, source, target, stream), ids)
+        key = (pieces, hashed)
+        if key not in self._exchanged:
+            self._exchanged[key] = Exchanged(self.kernels, self.source(hashed), self._columns, pieces)
+        whole, source, target = self._exchanged[key], received.data_ptr(), _address(out)
+        self._judge(lambda view, stream: whole(view, source, target, stream), ids, hashed)
         return _NOTHING
 
     def begin(
@@ -279,10 +278,10 @@ class GpuRows:
     def _launch(self, gather: Gather, ids: Tensor, hashed: bool, out: Out) -> None:
         launch(gather, self.kernels, self._workspaces, _flat(ids, hashed), (out,))
 
-    def _judge(self, work: CountInvalid | Callable[[Ids, int], None], ids: Tensor) -> None:
+    def _judge(self, work: CountInvalid | Callable[[Ids, int], None], ids: Tensor, hashed: bool) -> None:
         if not ids.numel():
             return
-        view = _view(_flat(ids, hashed=True))
+        view = _view(_flat(ids, hashed))
         ordinal = self.kernels.ordinal
         with runtime.current(ordinal):
             try:

@@ -49,6 +49,8 @@ class Case:
     layout: str | None = None
     peer: bool = False
     ranks: int = 1
+    served_environ: tuple[tuple[str, str], ...] = ()
+    """What the served engines are told beside the endpoint."""
 
     @property
     def checks_the_end(self) -> bool:
@@ -84,6 +86,14 @@ TWO = [
     ),
     Case("two-gpus-host-per-rank", PER_RANK, {"engram_config": HOST, "tp_size": 2}, "per_rank", ranks=2),
     Case("two-gpus-host-shared", SHARED, {"engram_config": WHOLE_HOST}, "shared", ranks=2),
+    Case(
+        "two-gpus-host-split",
+        SHARED,
+        {"engram_config": WHOLE_HOST},
+        "shared",
+        ranks=2,
+        served_environ=(("ENGRAM_SPLIT_READS", "1"),),
+    ),
 ]
 
 
@@ -127,7 +137,8 @@ def compare(case: Case, checkpoint: Path, every_code: Path) -> Compared:
             config = {"model_path": str(models[name]), **case.config}
             daemon = stack.enter_context(running(folder / name, config))
             store = folder / f"served-{name}"
-            engines[f"served {name}"] = ranks_of(start, case, models[name], store, endpoint=daemon.endpoint, **spec)
+            spec |= {"endpoint": daemon.endpoint, "environ": dict(case.served_environ)}
+            engines[f"served {name}"] = ranks_of(start, case, models[name], store, **spec)
         found = outcomes_of(engines)
     return Compared(case, found["own plain"], found["served plain"], found["own codes"], found["served codes"])
 

@@ -139,16 +139,19 @@ def test_when_one_rank_cannot_attach_all_ranks_fall_back(start: Start, folder: P
     assert first.any()
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize(("world_size", "split"), [(2, False), (5, False), (2, True)])
 def test_ranks_that_assemble_shards_return_the_bits_of_sglangs_own_group(
-    start: Start, folder: Path, checkpoint: Path, world_size: int
+    start: Start, folder: Path, checkpoint: Path, world_size: int, split: bool
 ) -> None:
-    """Shards by columns (2) and by rows (5), over gloo; SGLang's group sums bfloat16, ours moves bytes."""
-    config = {"model_path": str(checkpoint), "engram_config": {"placement": "cpu"}, "tp_size": world_size}
+    """Shards by columns (2) and by rows (5), over gloo, and one whole table whose reads the ranks share out; SGLang's
+    group sums bfloat16, ours moves bytes."""
+    engram_config = {"placement": "cpu", "replication": "per_node" if split else "none"}
+    config = {"model_path": str(checkpoint), "engram_config": engram_config, "tp_size": world_size}
+    environ = {"ENGRAM_SPLIT_READS": "1"} if split else {}
     spec: dict[str, Any] = {"random_ids": True, "lengths": [40, 9], "layers": [14], "world_size": world_size}
     with running(folder, config) as daemon:
         ranks = [
-            start(checkpoint, daemon.endpoint, rank=rank, store=str(folder / "store"), **spec)
+            start(checkpoint, daemon.endpoint, environ, rank=rank, store=str(folder / "store"), **spec)
             for rank in range(world_size)
         ]
         assert all("error" not in rank.facts() for rank in ranks)
@@ -168,7 +171,7 @@ def test_ranks_that_assemble_shards_return_the_bits_of_sglangs_own_group(
     ],
     ids=["attention-dp", "attention-dp-padded", "context-parallel"],
 )
-@pytest.mark.parametrize("replication", ["none", "per_node"])
+@pytest.mark.parametrize("replication", ["none", "per_node", "per_node-split"])
 def test_ranks_with_tokens_of_their_own_get_their_own_rows(
     start: Start, folder: Path, checkpoint: Path, lengths: list[int], options: dict[str, Any], replication: str
 ) -> None:
@@ -176,14 +179,17 @@ def test_ranks_with_tokens_of_their_own_get_their_own_rows(
     wanted = start(checkpoint, random_ids=True, lengths=[sum(lengths)], layers=[1])
     assert "error" not in wanted.facts()
     rows = by_our_rule("rows_", wanted.arrays()["rows_1"])
+    replication, _, split = replication.partition("-")
     engram_config = {"placement": "cpu", "replication": replication}
     config = {"model_path": str(checkpoint), "engram_config": engram_config, "tp_size": 3}
+    environ = {"ENGRAM_SPLIT_READS": "1" if split else "0"}
     spec: dict[str, Any] = {"random_ids": True, "lengths": [sum(lengths)], "layers": [1], "world_size": 3}
     with running(folder, config) as daemon:
         ranks = [
             start(
                 checkpoint,
                 daemon.endpoint,
+                environ,
                 rank=rank,
                 store=str(folder / "store"),
                 own_lengths=lengths,

@@ -283,7 +283,7 @@ def test_what_an_exchange_left_is_put_in_the_tokens_order(ranks: int) -> None:
     received = [opened(shard(GEOMETRY, r, ranks), RowFormat.PLANAR) for r in range(ranks)]
     packed = [one.lookup_raw(ids, hashed=True, columns=one.shard.columns).rows.reshape(-1) for one in received]
     out = torch.empty(4, COLUMNS, 256, dtype=torch.bfloat16)
-    invalid = received[0].assemble(torch.cat(packed), ids, out)
+    invalid = received[0].assemble(torch.cat(packed), ids, out, pieces=len(packed), hashed=True)
     whole_table = opened(whole(GEOMETRY), RowFormat.PACKED)
     assert np.array_equal(bits(out), bits(whole_table.lookup(ids, hashed=True).rows))
     assert invalid == whole_table.count_invalid(ids, hashed=True)

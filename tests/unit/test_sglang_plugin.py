@@ -149,15 +149,27 @@ def test_with_required_off_the_embedding_is_sglangs_own_and_one_attempt_is_made(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
 
 
-@pytest.mark.parametrize("value", ["soon", "-1", "nan", "1e9"])
-def test_a_bad_timeout_is_an_error_where_the_embedding_is_built(
-    fake: Install, monkeypatch: pytest.MonkeyPatch, value: str
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [*(("ENGRAM_TIMEOUT", value) for value in ("soon", "-1", "nan", "1e9")), ("ENGRAM_SPLIT_READS", "maybe")],
+)
+def test_a_bad_setting_is_an_error_where_the_embedding_is_built(
+    fake: Install, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     fake()
-    monkeypatch.setenv("ENGRAM_TIMEOUT", value)
+    monkeypatch.setenv(variable, value)
     load(monkeypatch)
-    with pytest.raises(errors.EngineSettingInvalid):
+    with pytest.raises(errors.EngineSettingInvalid) as caught:
         layer_module().Engram(1, BOUNDS)
+    assert caught.value.variable == variable
+
+
+@pytest.mark.parametrize(("value", "split"), [("", False), ("0", False), ("off", False), ("1", True), (" True", True)])
+def test_reads_are_split_where_the_environment_says_so(value: str, split: bool) -> None:
+    from engram_client.sglang_attach import Settings
+
+    assert Settings.from_environment({"ENGRAM_SPLIT_READS": value}).split_reads is split
+    assert Settings.from_environment({}).split_reads is False
 
 
 ORIGINAL = FILES["srt/layers/engram.py"]
