@@ -293,6 +293,11 @@ def is_hugetlb(fd: int) -> bool:
     return _magic(Path(f"/proc/self/fd/{fd}")) == _HUGETLBFS_MAGIC
 
 
+def is_memory(path: str) -> bool:
+    """Whether a file's file system is memory itself. Raises OSError."""
+    return _magic(Path(path)) in _NAMES
+
+
 def _magic(folder: Path) -> int:
     """f_type, which Python's statvfs leaves out: the first word of struct statfs on every 64-bit Linux."""
     libc = ctypes.CDLL(None, use_errno=True)

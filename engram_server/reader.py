@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engram_client.errors import ReadFailed, TruncatedFile
+from engram_server.machine import is_memory
 from engram_server.tensor_file import Extent
 
 ALIGNMENT = 4096
@@ -121,7 +122,8 @@ class FileReader:
 def is_cached(extents: Sequence[Extent]) -> bool:
     """Whether most of the extents' bytes are in the page cache, by a random sample of reads that may not wait.
 
-    (mincore answers "all of it" for a file of somebody else, so it cannot be asked.)
+    (mincore answers "all of it" for a file of somebody else, so it cannot be asked. A file system that is memory
+    itself cannot either: its reads never wait, and it refuses to promise so.)
     """
     hits = samples = 0
     page = bytearray(1)
@@ -131,6 +133,10 @@ def is_cached(extents: Sequence[Extent]) -> bool:
         except OSError:
             continue  # the read itself tells it better
         try:
+            if is_memory(extent.path):
+                hits += _SAMPLES
+                samples += _SAMPLES
+                continue
             with suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead around a page that is not there
             for _ in range(_SAMPLES):

@@ -19,7 +19,7 @@ from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids, raw
 from engram_client.lookup.counters import Counters
 from engram_client.lookup.exchange import CountInvalid, Exchanged
 from engram_client.lookup.kernels import FixedGather, Gather, Kernels
-from engram_client.lookup.packing import BF16_ROW_BYTES, MAX_SHARDS, MAX_TABLES, Ids, Out, Part, Source
+from engram_client.lookup.packing import BF16_ROW_BYTES, MAX_SHARDS, MAX_TABLES, Ids, Out, Part, Source, columns_a_part
 from engram_client.lookup.shapes import FEW_THREADS, PREFETCH_BLOCKS, Memory
 from engram_client.lookup.workspace import PrefetchBuffer, Workspaces
 
@@ -61,6 +61,7 @@ class GpuRows:
         self.kernels = kernels
         self.parts = tuple(parts)
         self._columns = len(geometry.columns)
+        self._columns_a_part = columns_a_part(self.parts, geometry.column_starts)
         self._counters = counters
         self._counter = counter
         self._side = side
@@ -247,7 +248,8 @@ class GpuRows:
         """This table as a launch reads it."""
         starts = self._starts.data_ptr() + 8 * (columns[0] if columns else 0)
         counter = self._counters.address(self._counter) if count else self._counters.nobody
-        return Source(self.parts, self.geometry.rows, counter, starts if hashed else 0)
+        follow = 0 if columns else self._columns_a_part  # a cut batch counts its columns from another one
+        return Source(self.parts, self.geometry.rows, counter, starts if hashed else 0, follow)
 
     def _gather(
         self,

@@ -44,6 +44,7 @@ class _Once:
             source.invalid,
             0,
             shards,
+            0,
         )
 
     def _launch(self, shape: Shape, ids: Ids, received: int, out: int, stream: int) -> None:

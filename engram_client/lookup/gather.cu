@@ -28,6 +28,7 @@ constexpr u32 MAX_SHARDS = 64;
 // Rows that are not read from the table share so many buckets of the sort, zero rows (padding, invalid ids,
 // other shards) and copies of repeated ids each: one bucket alone would make them all wait for one counter.
 constexpr u32 SPREAD = 64;
+constexpr u32 OWNER_SHIFT = 31;
 constexpr u32 FEW_THREADS = 256; // a block of gather_few
 
 struct Output {
@@ -42,7 +43,8 @@ struct Table {
     i64 rows;                 // rows of the whole table; ids from here on are invalid
     const i64* column_starts; // [columns + 1], or null where ids are not hashed
     u64* invalid;             // [3]: how many invalid ids, one of them, its position
-    u32 shard_first, shard_count;
+    u16 shard_first, shard_count; // 16 bits each, so that a table fills one 64-byte line
+    u32 owner_multiplier; // times a column, shifted right by OWNER_SHIFT: the shard that holds it; 0 to search by row
 };
 
 struct Target {
@@ -311,18 +313,24 @@ template <class A> struct InPlace {
 struct Peers {
     const Args& a;
     const Shards& shards;
+    // Which of the table's shards holds the row. Where each holds equally many whole hash columns, and row() has seen
+    // that the id lies in its column, the column alone says it: no reads that wait for one another.
+    __device__ u32 owner(const Table& table, const Wanted& wanted, i64 row) const {
+        if (table.owner_multiplier) return (u32)((u64)wanted.column * table.owner_multiplier >> OWNER_SHIFT);
+        u32 low = 0, high = table.shard_count;
+        while (high - low > 1) { // to the last shard that starts at or before the row
+            const u32 middle = (low + high) / 2;
+            if (shards.shard[table.shard_first + middle].start <= row) low = middle;
+            else high = middle;
+        }
+        return low;
+    }
     __device__ Wanted want(u32 index) const { return wanted_at(a, blockIdx.y, index); }
     __device__ i64 row(const Wanted& wanted) const { return row_of(a, wanted); }
     __device__ void check(const Wanted& wanted, i64 row) const { check_unread(a, wanted, row); }
     __device__ void locate(const Wanted& wanted, i64 row, const u8*& values, const u8*& scales) const {
         const Table& table = a.target[wanted.table].table;
-        u32 low = table.shard_first, high = table.shard_first + table.shard_count;
-        while (high - low > 1) { // to the last shard that starts at or before the row
-            const u32 middle = (low + high) / 2;
-            if (shards.shard[middle].start <= row) low = middle;
-            else high = middle;
-        }
-        const Shard& shard = shards.shard[low];
+        const Shard& shard = shards.shard[table.shard_first + owner(table, wanted, row)];
         values = row_at(shard.values, row - shard.start, a.value_stride);
         scales = row_at(shard.scales, row - shard.start, a.scale_stride);
     }

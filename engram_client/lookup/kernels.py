@@ -169,6 +169,7 @@ class Gather:
                 source.invalid,
                 shard,
                 len(source.parts),
+                source.owner_multiplier,
             )
             shard += len(source.parts)
 

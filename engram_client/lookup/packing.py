@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from engram_client.layout import ROW_VALUES, RowFormat
@@ -14,11 +16,13 @@ SPREAD_BUCKETS = 2 * 64
 MAX_ITEMS = 2**31 - 1
 MAX_PART_ROWS = 2**32 - 1
 BF16_ROW_BYTES = 2 * ROW_VALUES
+OWNER_SHIFT = 31
+MAX_OWNED_COLUMNS = 2**15
 
 # The mirrors of struct ArgsFor up to its targets, of Output, Table and Shard.
 HEAD = struct.Struct("<Qq8IQ10I")
 OUT = struct.Struct("<QQ")
-TABLE = struct.Struct("<QQqqqQQII")
+TABLE = struct.Struct("<QQqqqQQHHI")
 SHARD = struct.Struct("<QQq")
 ADDRESS = struct.Struct("<Q")
 IDS_WORD = struct.calcsize("<Qq8I") // 8
@@ -49,12 +53,23 @@ class Source(NamedTuple):
     column_starts: device address of int64 `[columns + 1]`, the first row of each column of the ids and the
     end of the last; 0 where ids are not hashed.
     invalid: device address of three zeroed 64-bit words: count, one invalid id, its position.
+    columns_a_part: hash columns of each part as `columns_a_part` counts them, where the columns of the ids are the
+    table's; 0 lets the kernel search.
     """
 
     parts: tuple[Part, ...]
     rows: int
     invalid: int
     column_starts: int = 0
+    columns_a_part: int = 0
+
+    @property
+    def owner_multiplier(self) -> int:
+        """`column * owner_multiplier >> OWNER_SHIFT` is the part of a column's rows. 0 to search: where parts do not
+        follow columns, or ids are not hashed, so that they may lie outside their column."""
+        if not self.columns_a_part or not self.column_starts:
+            return 0
+        return -(-(1 << OWNER_SHIFT) // self.columns_a_part)
 
 
 class Ids(NamedTuple):
@@ -75,6 +90,20 @@ class Out(NamedTuple):
 
     values: int
     scales: int = 0
+
+
+def columns_a_part(parts: Sequence[Part], column_starts: Sequence[int]) -> int:
+    """How many hash columns each part is, where all are equally many whole ones and together the table; else 0.
+
+    column_starts: the first row of each column, and the table's rows last. Tables of more columns than
+    MAX_OWNED_COLUMNS, for which the kernels' multiplication need not be exact, give 0.
+    """
+    columns = len(column_starts) - 1
+    if not parts or columns > MAX_OWNED_COLUMNS or columns % len(parts):
+        return 0
+    each = columns // len(parts)
+    follow = all(part[1:] == borders for part, borders in zip(parts, pairwise(column_starts[::each]), strict=True))
+    return each if follow else 0
 
 
 def division_constants(divisor: int) -> tuple[int, int]:

@@ -13,11 +13,11 @@ if not torch.cuda.is_available():
 
 from engram_client.cuda.access import cuda_driver  # noqa: E402
 from engram_client.errors import CudaCallFailed, Unsupported  # noqa: E402
-from engram_client.layout import RowFormat, Shard, TableGeometry  # noqa: E402
+from engram_client.layout import RowFormat, Shard, TableGeometry, shard, whole  # noqa: E402
 from engram_client.lookup.cpu import SegmentRows  # noqa: E402
 from engram_client.lookup.exchange import CountInvalid, Exchanged  # noqa: E402
 from engram_client.lookup.kernels import Gather, Kernels  # noqa: E402
-from engram_client.lookup.packing import Ids, Out, Part, Source  # noqa: E402
+from engram_client.lookup.packing import Ids, Out, Part, Source, columns_a_part  # noqa: E402
 from engram_client.lookup.shapes import DENSE_IDS, PREFETCH_BLOCKS, SORT_FROM_IDS, Memory  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -113,12 +113,14 @@ class Attached:
             stored = [place(rows.stored(row_format, *one)) for one in ranges]
             starts = on_gpu(np.array(columns)) if columns else None
             self.kept += [*stored, starts]
+            held = tuple(Part(s.data_ptr(), *one) for s, one in zip(stored, ranges, strict=True))
             sources.append(
                 Source(
-                    parts=tuple(Part(s.data_ptr(), *one) for s, one in zip(stored, ranges, strict=True)),
+                    parts=held,
                     rows=len(rows),
                     invalid=self.invalid[index].data_ptr(),
                     column_starts=starts.data_ptr() if columns else 0,
+                    columns_a_part=columns_a_part(held, columns) if columns else 0,
                 )
             )
         self.gather = Gather(self.kernels, sources, row_format, memory, **options)
@@ -247,6 +249,54 @@ def test_a_peer_read_finds_each_rows_owner(row_format, tp, tokens):
     borders = np.array([edge for part in parts for edge in (part[0], part[1] - 1)])
     ids.ravel()[: min(len(borders), ids.size)] = borders[: ids.size]
     assert np.array_equal(table.lookup(on_gpu(ids)), rows.expected(ids))
+
+
+def hashed_ids(starts: np.ndarray, tokens: int) -> np.ndarray:
+    """In their columns, first and last rows among them, and in every kind of wrong place."""
+    ids = np.random.default_rng(15).integers(starts[:-1], starts[1:], (tokens, 24))
+    strange = np.random.default_rng(16).integers(-2, starts[-1] + 2, (tokens, 24))
+    ids = np.where(np.random.default_rng(17).random(ids.shape) < 0.1, strange, ids)
+    idle = np.zeros(24, np.int64)
+    rows = [starts[:-1], starts[1:] - 1, starts[1:], idle, idle - 1, np.maximum(starts[:-1] - 1, 0), idle + 2**62]
+    ids[: len(rows)] = rows[:tokens]
+    return ids
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 7, 40, 700])
+@pytest.mark.parametrize("hashed", [True, False])
+@pytest.mark.parametrize("tp", [2, 3, 8, 24, 5])
+def test_a_peer_read_by_column_or_by_row_gives_what_the_cpu_gives(row_format, tokens, hashed, tp):
+    geometry = TableGeometry(layer_id=1, columns=tuple(range(101, 125)))
+    rows = Rows(geometry.rows)
+    shards = [shard(geometry, rank, tp) for rank in range(tp)]
+    starts = list(geometry.column_starts)
+    ids = hashed_ids(np.array(starts), tokens)
+    cpu = SegmentRows(rows.stored(row_format), geometry, whole(geometry), row_format)
+    expected, invalid = cpu.lookup(torch.from_numpy(ids), hashed=hashed)
+    stored = cpu.lookup_raw(torch.from_numpy(ids), hashed=hashed).rows
+    where = {"parts": [(one.row_start, one.row_stop) for one in shards], "columns": starts if hashed else None}
+    table = Attached([rows], row_format, Memory.PEER, **where)
+    assert np.array_equal(table.lookup(on_gpu(ids)), bits(expected))
+    assert table.invalid[0, 0].item() == invalid.count
+    raw = poisoned(tokens, 24, 264, dtype=torch.uint8)
+    Attached([rows], row_format, Memory.PEER, raw=True, **where)(
+        on_gpu(ids), [Out(raw.data_ptr(), raw.data_ptr() + 256)]
+    )
+    assert torch.equal(raw.cpu(), stored)
+
+
+def test_one_peer_launch_finds_the_owners_of_every_layer():
+    geometry = TableGeometry(layer_id=1, columns=tuple(range(101, 125)))
+    starts = np.array(geometry.column_starts)
+    tables = [Rows(geometry.rows, seed=1), Rows(geometry.rows, seed=2), Rows(geometry.rows, seed=3)]
+    parts = list(itertools.pairwise(geometry.column_starts[::3]))
+    attached = Attached(tables, RowFormat.PLANAR, Memory.PEER, parts=parts, columns=starts.tolist())
+    ids = np.stack([np.roll(hashed_ids(starts, 50), turn, axis=0) for turn in range(3)], axis=1)
+    got = attached.lookup_all(on_gpu(ids))
+    for layer, rows in enumerate(tables):
+        owned = (ids[:, layer] >= starts[:-1]) & (ids[:, layer] < starts[1:])
+        assert np.array_equal(got[layer], rows.expected(ids[:, layer], owned))
 
 
 def test_more_shards_than_a_launch_takes_are_refused():

@@ -22,7 +22,7 @@ HEAD_FIELDS = (
     *("value_stride", "scale_stride", "out_value_stride", "id_bytes"),
 )
 """In the order of gather.cu, as a test compares."""
-TARGET = struct.Struct("<QQQQqqqQQII")
+TARGET = struct.Struct("<QQQQqqqQQHHI")
 SHARD = struct.Struct("<QQq")
 MAX_TABLES = 4
 
@@ -54,6 +54,7 @@ class Target(NamedTuple):
     invalid: int
     shard_first: int
     shard_count: int
+    owner_multiplier: int
 
 
 def array(address: int, kind: Any, *shape: int) -> np.ndarray:
@@ -85,16 +86,16 @@ def run(name: str, parameters: int, readable: Callable[[int, int], bool]) -> Non
         return
     for index, target in enumerate(targets):
         ids = ids_of(launch, index)
-        spans = [(target.values, target.scales, target.start, target.start + target.count)]
-        if "_peer_" in name:
+        pieces = [(target.values, target.scales, 0)]
+        if "_peer_" not in name:
+            target = target._replace(owner_multiplier=0)  # for kernels that look for an owner
+        else:
             second = int(array(parameters, np.uint64, 2)[1])
-            shards = [
+            pieces = [
                 SHARD.unpack(bytes(array(second + (target.shard_first + k) * SHARD.size, np.uint8, SHARD.size)))
                 for k in range(target.shard_count)
             ]
-            stops = [shard[2] for shard in shards[1:]] + [target.start + target.count]
-            spans = [(*shard, stop) for shard, stop in zip(shards, stops, strict=True)]
-        gather(launch, target, ids, spans, "raw" in name, readable)
+        gather(launch, target, ids, pieces, "raw" in name, readable)
         judge(launch, target, ids)
 
 
@@ -146,20 +147,29 @@ def gather(
     launch: Launch,
     target: Target,
     ids: np.ndarray,
-    spans: list[tuple[int, int, int, int]],
+    pieces: list[tuple[int, int, int]],
     raw: bool,
     readable: Callable[[int, int], bool],
 ) -> None:
     values, scales = np.zeros((len(ids), 256), np.uint8), np.zeros((len(ids), 8), np.uint8)
     wanted = np.ones(len(ids), bool) if not target.column_starts else in_column(launch, target, ids)
-    for value_at, scale_at, start, stop in spans:
-        for k in np.flatnonzero(wanted & (ids >= start) & (ids < stop)):
-            row = int(ids[k]) - start
-            value, scale = value_at + row * launch.value_stride, scale_at + row * launch.scale_stride
-            assert readable(value, 256), "a kernel would fault"
-            assert readable(scale, 8), "a kernel would fault"
-            values[k], scales[k] = array(value, np.uint8, 256), array(scale, np.uint8, 8)
+    for k in np.flatnonzero(wanted & (ids >= target.start) & (ids < target.start + target.count)):
+        row = int(ids[k]) - target.start
+        value_at, scale_at, start = pieces[owner(target, int(k) % launch.columns, row, pieces)]
+        assert row >= start, "a kernel would read before the shard"
+        value = value_at + (row - start) * launch.value_stride
+        scale = scale_at + (row - start) * launch.scale_stride
+        assert readable(value, 256), "a kernel would fault"
+        assert readable(scale, 8), "a kernel would fault"
+        values[k], scales[k] = array(value, np.uint8, 256), array(scale, np.uint8, 8)
     store(launch, target, values, scales, raw)
+
+
+def owner(target: Target, column: int, row: int, pieces: list[tuple[int, int, int]]) -> int:
+    """The number of the shard that a kernel reads a row from: by the column alone where it is told how."""
+    if target.owner_multiplier:
+        return column * target.owner_multiplier >> 31
+    return max(k for k, piece in enumerate(pieces) if piece[2] <= row)
 
 
 def store(launch: Launch, target: Target, values: np.ndarray, scales: np.ndarray, raw: bool) -> None:

@@ -32,7 +32,7 @@ from engram_client.errors import (
 from engram_client.lookup import runtime
 from engram_client.lookup.shapes import SORT_FROM_IDS
 from tests.support import fake_runtime
-from tests.support.asking import Asking
+from tests.support.asking import Asking, hashed_ids, starts_of
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_runtime import FAKE, on_fake
@@ -71,6 +71,7 @@ def ask_everything(rank: int, world_size: int, endpoint: str, checkpoint: str, m
         ({"placement": "cpu"}, "posix_shm", 3, 2),
         ({"placement": "gpu"}, "auto", 2, 2),
         ({"placement": "gpu"}, "auto", 5, 5),
+        ({"placement": "gpu", "lookup": "peer_read"}, "auto", 2, 2),
         ({"placement": "gpu", "lookup": "peer_read"}, "auto", 3, 3),
         ({"placement": "gpu", "lookup": "peer_read"}, "auto", 4, 1),
         ({"placement": "gpu", "replication": "per_node"}, "auto", 3, 2),
@@ -92,6 +93,46 @@ def test_every_way_of_asking_gives_the_checkpoints_rows(
     with daemon_of(folder, checkpoint, engram, machine, host={"backing": host, "keep": "off"}, **size) as daemon:
         compared = run_ranks(world_size, ask_everything, daemon.endpoint, str(checkpoint), machine, timeout_s=100)
         assert min(compared) > 4000
+
+
+def read_from_owners(rank: int, world_size: int, endpoint: str, checkpoint: str, columns_a_part: int) -> int:
+    """Hashed ids of all kinds, good ones and others, and any columns of them; the number of rows compared."""
+    on_fake({"gpus": 8})
+    reference = CheckpointReference(Path(checkpoint))
+    with connect(endpoint, rank=rank, world_size=world_size, device=f"cuda:{rank}") as client:
+        asking = Asking(client, reference, torch.device("cpu"), lambda: None)
+        for layer in client.layers:
+            table = client.table(layer)
+            local = table.local  # type: ignore[attr-defined]
+            assert local.source(True).columns_a_part == columns_a_part
+            starts = starts_of(table.columns)
+            ids = hashed_ids(table.columns, 9, seed=rank)
+            ids[3], ids[4] = torch.from_numpy(starts[:-1]), torch.from_numpy(starts[1:] - 1)
+            ids[5], ids[6, 1:] = torch.from_numpy(starts[1:]), torch.from_numpy(starts[1:-1] - 1)
+            ids[7, :3] = torch.tensor([table.rows - 1, table.rows, 2**62])
+            asking.same(table.lookup(ids, hashed=True), layer, ids, True)
+            expected = table.lookup(ids, hashed=True)
+            for first, last in ((0, 24), (0, 1), (5, 17), (23, 24)):
+                rows = local.lookup(ids, hashed=True, columns=(first, last)).rows
+                assert torch.equal(rows.view(torch.int16), expected[:, first:last].view(torch.int16))
+            inside = (ids.numpy() >= starts[:-1]) & (ids.numpy() < starts[1:])
+            found = table.lookup(ids, raw=True, hashed=True)
+            for part, wanted in zip(found, reference.raw(layer, np.where(inside, ids.numpy(), 0)), strict=True):
+                wanted = wanted.reshape(part.shape)
+                assert np.array_equal(part.numpy(), np.where(inside[..., None], wanted, 0))
+        asking.all_layers()
+        return asking.compared
+
+
+@pytest.mark.parametrize(("world_size", "columns_a_part"), [(2, 12), (3, 8), (4, 6), (5, 0), (8, 3)])
+def test_hashed_ids_are_read_from_the_owner_of_their_column(
+    folder: Path, checkpoint: Path, world_size: int, columns_a_part: int
+) -> None:
+    engram = {"placement": "gpu", "lookup": "peer_read"}
+    size = {"tp_size": world_size, "devices": list(range(world_size))}
+    with daemon_of(folder, checkpoint, engram, {"gpus": 8}, **size) as daemon:
+        compared = run_ranks(world_size, read_from_owners, daemon.endpoint, str(checkpoint), columns_a_part)
+    assert min(compared) > 600
 
 
 # One rank of a whole table in host memory

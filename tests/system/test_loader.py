@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,10 +40,12 @@ from engram_server.child import environment
 from engram_server.fill import FileSource, HostTarget, fill
 from engram_server.load_job import LoadJob
 from engram_server.loader import load
+from engram_server.machine import is_memory
 from engram_server.make_checkpoint import make_checkpoint
 from engram_server.plan import HugePages
 from engram_server.reader import FileReader, aligned_buffer, is_cached
 from engram_server.segments import Segment, create_segments
+from engram_server.tensor_file import Extent
 from engram_server.verify import sample, verify
 from tests.support.loads import (
     BLOCK,
@@ -349,6 +352,13 @@ class TestReading:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             assert not is_cached([extent])
             assert not is_cached([extent]), "asking must not fill the cache"
+
+    @pytest.mark.skipif(not is_memory("/dev/shm"), reason="/dev/shm is no file system in memory")
+    def test_a_checkpoint_in_a_file_system_that_is_memory_counts_as_cached(self) -> None:
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="engram-test-") as file:
+            file.write(bytes(MIB))
+            file.flush()
+            assert is_cached([Extent(file.name, 0, MIB)])
 
     def test_what_was_read_through_the_cache_is_dropped_from_it(self, blocks: Path) -> None:
         extent = open_checkpoint(blocks).sources[0].values

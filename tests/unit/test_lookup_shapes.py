@@ -117,7 +117,7 @@ def test_a_part_knows_where_its_scales_are(row_format, scales):
 def test_the_structs_have_the_sizes_that_the_source_gives_them():
     """Field by field: the kernel's parameters are packed here and read there."""
     source = nvrtc.read_source()
-    sizes = {"u32": 4, "i64": 8, "u64": 8}
+    sizes = {"u16": 2, "u32": 4, "i64": 8, "u64": 8}
 
     def size(struct: str) -> int:
         body = re.search(rf"struct {struct} {{(.*?)\n}};", source, re.DOTALL)
@@ -149,7 +149,7 @@ def test_the_fake_kernels_read_the_fields_in_the_order_of_the_source():
     def fields(pattern: str) -> list[str]:
         body = re.search(pattern, source, re.DOTALL)
         assert body
-        lines = re.findall(r"^    (?:const )?(?:u8|u32|u64|i64)\*? ([^;/]+);", body[1], re.MULTILINE)
+        lines = re.findall(r"^    (?:const )?(?:u8|u16|u32|u64|i64)\*? ([^;/]+);", body[1], re.MULTILINE)
         names = [name.strip() for line in lines for name in line.split(",")]
         return [n for name in names for n in [name.split("[")[0]] * int([*name.split("["), "1]"][1].rstrip("]"))]
 
