@@ -36,28 +36,51 @@ COLUMNS = 24
 BF16_BYTES = 512
 """Of a row of 256 values."""
 
-# What was measured: microseconds at 1, 16, 128, 1,024 and 8,192 tokens, NVIDIA H200.
-ALL_GATHER_US = (9.786, 11.51, 14.70, 42.91, 196.5)
-"""docs/measurements/groups.csv, two ranks: collective (all-gather of stored rows)."""
-ALL_REDUCE_US = (8.776, 9.866, 19.47, 66.38, 400.4)
-"""groups.csv, two ranks: zero-fill + all-reduce, our gather."""
-PEER_READ_US = (2.786, 3.711, 5.185, 15.46, 94.40)
-"""groups.csv, two ranks: peer_read, rank 0 alone."""
-GPU_US = (1.96, 2.12, 2.47, 7.15, 47.41)
-"""docs/measurements/gather_gpu.csv: device, random, ours_planar."""
-HOST_US = (4.35, 16.27, 107.12, 855.83, 7017.42)
-"""gather_gpu.csv: host (90 GiB), random, ours_packed."""
-HOST_SORTED_US = (674.04, 4746.47)
-"""gather_gpu.csv: host, random, ours_packed_sorted at 1,024 and 8,192 tokens; from SORT_FROM_IDS ids on."""
+DOCS = Path(__file__).parents[2] / "docs" / "measurements.md"
+MEASURED = DOCS.parent / "measurements"
+TWO = times_of(read_rows(MEASURED / "groups.csv"))
+ONE = {
+    (row["memory"], row["arm"], int(row["tokens"])): float(row["median_us"])
+    for row in read_rows(MEASURED / "gather_gpu.csv")
+    if row["ids"] == "random"
+}
+
+ALL_GATHER = Arm("collective", "collective (all-gather of stored rows)")
+ALL_REDUCE = Arm("collective", "zero-fill + all-reduce, our gather")
+PEER_READ, PEER_READ_ALONE = Arm("peer_read", "all ranks at once"), Arm("peer_read", "peer_read")
+PER_NODE, SPLIT = Arm("per_node", "all ranks at once"), Arm("per_node", "split reads")
+
+
+def by_two(arm: Arm) -> tuple[float, ...]:
+    return tuple(TWO[arm][2][tokens] for tokens in TOKENS)
+
+
+def by_one(memory: str, arm: str, tokens: Sequence[int] = TOKENS) -> tuple[float, ...]:
+    return tuple(ONE[memory, arm, count] for count in tokens)
+
+
+# What was measured: microseconds at 1, 16, 128, 1,024 and 8,192 tokens, NVIDIA H200, in docs/measurements.
+ALL_GATHER_US = by_two(ALL_GATHER)
+"""groups.csv, two ranks."""
+ALL_REDUCE_US = by_two(ALL_REDUCE)
+"""groups.csv, two ranks."""
+BOTH_READ = 2 in TWO.get(PEER_READ, {})
+PEER_READ_US = by_two(PEER_READ if BOTH_READ else PEER_READ_ALONE)
+"""groups.csv, two ranks, both reading, or where that was not measured rank 0 alone."""
+GPU_US = by_one("device", "ours_planar")
+"""gather_gpu.csv: 16 GiB, random ids."""
+HOST_US = by_one("host", "ours_packed")
+"""gather_gpu.csv: 90 GiB, random ids in their own order."""
+HOST_SORTED_US = by_one("host", "ours_packed_sorted", TOKENS[-2:])
+"""gather_gpu.csv: 90 GiB, random ids put in order, as from SORT_FROM_IDS ids on, at 1,024 and 8,192 tokens."""
 HOST_GIB = 90
 TRANSLATION_GB_S = {0.25: 37.0, 1: 27.0, 4: 12.0, 16: 9.5, 32: 8.2, 189: 6.2}
-"""By GiB of the table: docs/measurements.md, "By group size"."""
+"""GB/s of 1,024 tokens by GiB of the table in host memory: measurements.md, "By group size"."""
 
 # What was not.
 STEP_US = 1.0
 """Of a ring of small messages, for each rank more. Assumed."""
 
-DOCS = Path(__file__).parents[2] / "docs" / "measurements.md"
 BEGIN, END = "<!-- made by python -m tests.bench.predict --write -->", "<!-- end of what predict made -->"
 
 ROWS = tuple(COLUMNS * tokens for tokens in TOKENS)
@@ -135,11 +158,11 @@ def at(measured: Sequence[float], tokens: int) -> float:
 
 
 MODEL = {
-    "GPU memory, all-gather": (Arm("collective", "collective (all-gather of stored rows)"), all_gather_us),
-    "GPU memory, all-reduce": (Arm("collective", "zero-fill + all-reduce, our gather"), all_reduce_us),
-    "GPU memory, `peer_read`": (Arm("peer_read", "all ranks at once"), peer_read_us),
-    "host memory, `per_node`": (Arm("per_node", "all ranks at once"), per_node_us),
-    "host memory, split reads": (Arm("per_node", "split reads"), split_us),
+    "GPU memory, all-gather": (ALL_GATHER, all_gather_us),
+    "GPU memory, all-reduce": (ALL_REDUCE, all_reduce_us),
+    "GPU memory, `peer_read`": (PEER_READ, peer_read_us),
+    "host memory, `per_node`": (PER_NODE, per_node_us),
+    "host memory, split reads": (SPLIT, split_us),
 }
 
 
@@ -149,15 +172,36 @@ def table() -> str:
         for ranks in RANKS:
             cells = [shown(model(ranks, tokens)) for tokens in TOKENS]
             lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"What two ranks give for it: an all-gather {GATHER_BYTES_A_US / 1e3:.0f} GB/s, an all-reduce "
+        f"{REDUCE_BYTES_A_US / 1e3:.0f} GB/s,",
+        f"a row of another rank's memory {1e3 * PEER_ROW_US:.2f} ns, one token from host memory {HOST_US[0]:.2f} us.",
+        f"`peer_read` by two ranks was measured while {'both' if BOTH_READ else 'one'} read.",
+    ]
+    if proved(TWO):
+        lines += ["", beside(proved(TWO), only_measured=True)]
     return "\n".join(lines)
 
 
-def beside(measured: Times) -> str:
+def proved(measured: Times) -> Times:
+    """What the model has not been given: larger groups, and host memory."""
+    taken = {ALL_GATHER, ALL_REDUCE, PEER_READ}
+    return {
+        arm: {ranks: line for ranks, line in measured[arm].items() if ranks > 2 or arm not in taken}
+        for arm, _ in MODEL.values()
+        if arm in measured and (arm not in taken or max(measured[arm]) > 2)
+    }
+
+
+def beside(measured: Times, only_measured: bool = False) -> str:
     """Measured / predicted = ratio, where there is a measurement."""
     lines = [heading("microseconds, measured / predicted", TOKENS)]
     for name, (arm, model) in MODEL.items():
         for ranks in RANKS:
             found = measured.get(arm, {}).get(ranks, {})
+            if only_measured and not found:
+                continue
             cells = [compared(found.get(tokens), model(ranks, tokens)) for tokens in TOKENS]
             lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
     return "\n".join(lines)

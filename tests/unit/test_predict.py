@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench import predict
-from tests.bench.group_table import TOKENS, by_group, read_rows, times_of
+from tests.bench.group_table import TOKENS, Times, by_group, read_rows, times_of
 
 HEAD = ["name", "value", "unit", "note", "gpu", "driver", "commit", "cache", "ranks"]
 
@@ -76,6 +76,17 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path) -> N
     shown = by_group(rows)
     assert "| peer_read: all ranks at once | 2 | 7.0 |" in shown
     assert "| peer_read: attach, median | 12.5 ms |" in shown
+
+
+def test_only_what_the_model_was_not_given_can_prove_it() -> None:
+    line = {128: 10.0}
+    measured: Times = {arm: {2: line, 8: line} for arm, _ in predict.MODEL.values()}
+    found = predict.proved(measured)
+    assert set(found[predict.ALL_GATHER]) == {8}
+    assert set(found[predict.SPLIT]) == {2, 8}
+    lines = predict.beside(found, only_measured=True).splitlines()[2:]
+    assert len(lines) == 3 * 1 + 2 * 2
+    assert predict.proved({predict.ALL_GATHER: {2: line}, predict.PEER_READ_ALONE: {2: line}}) == {}
 
 
 def test_a_table_that_is_given_as_the_documents_own_file_can_be_read() -> None:
