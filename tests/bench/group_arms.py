@@ -30,6 +30,7 @@ from tests.support.reference import dequantise
 
 LAYER, SEED = 1, 0
 """Of the daemon's made table, whose rows follow from both."""
+SPLITS = "split_reads" in inspect.signature(connect).parameters
 IDS_A_GRAPH = 400_000
 HEAD_START_CYCLES = 1_000_000
 """Half a millisecond in which the host enqueues a replay that all GPUs then begin."""
@@ -186,7 +187,7 @@ def per_node(seat: Seat) -> list[Time]:
         found = [] if seat.rank else seat.times(table.columns, alone, together=False)
         dist.barrier()
         found += seat.times(table.columns, one_arm("all ranks at once", table), together=True)
-    if "split_reads" in inspect.signature(connect).parameters:
+    if SPLITS:
         with seat.connect(group=seat.group, split_reads=True) as client:
             table = client.table(LAYER)
             found += seat.times(table.columns, one_arm("split reads", table), together=True)
