@@ -59,7 +59,8 @@ bench-gpu: .venv/installed .bench-sglang/installed
 	$(BIN)/python -m tests.bench.client_gpu
 	$(BIN)/python -m tests.bench.load_gpu
 	if [ $$(nvidia-smi --list-gpus | wc -l) -ge 2 ]; then \
-		$(BIN)/python -m tests.bench.two_gpus --sglang $(SGLANG_KERNELS); fi
+		$(BIN)/python -m tests.bench.groups --sglang $(SGLANG_KERNELS) && \
+		$(BIN)/python -m tests.bench.predict bench-results/groups.csv; fi
 	$(BIN)/python -m tests.bench.bars
 
 # Tables of full size, whole in host memory and split over two GPUs: 200 GiB of each.

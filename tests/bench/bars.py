@@ -73,7 +73,9 @@ def named(rows: Rows, pattern: str) -> float | None:
     return values[-1] if values else None
 
 
-def two_gpus(rows: Rows) -> Iterator[Bar]:
+def groups(rows: Rows) -> Iterator[Bar]:
+    """Of two ranks: what larger groups take has nothing to be compared with."""
+    rows = [row for row in rows if row["ranks"] == "2"]
     for tokens, limit in ((1, NOT_SLOWER), (16, NOT_SLOWER), (1024, 1.4), (8192, 1.4)):
         theirs = named(rows, f"peer_read, T={tokens}: SGLang's peer kernel")
         value = ratio(theirs, named(rows, f"peer_read, T={tokens}: peer_read"))
@@ -109,7 +111,7 @@ def full_size(rows: Rows) -> Iterator[Bar]:
 
 FILES: dict[str, Callable[[Rows], Iterator[Bar]]] = {
     "gather_gpu.csv": gathers,
-    "two_gpus.csv": two_gpus,
+    "groups.csv": groups,
     "client_gpu.csv": client,
     "load_gpu.csv": loads,
     "full_size.csv": full_size,

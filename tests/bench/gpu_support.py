@@ -24,27 +24,38 @@ READY_LIMIT_S = 280.0
 
 class Results:
     """Lines of `name, value, unit, note`, printed as they come and kept as CSV with GPU, driver, commit, and whether
-    what is read was "cold" (rows never read before) or "warm" (read just before; files in the page cache)."""
+    what is read was "cold" (rows never read before) or "warm" (read just before; files in the page cache), and of how
+    many ranks or GPUs at once, where that is not said by the name."""
 
-    def __init__(self, path: Path, commit: str, cache: str) -> None:
+    def __init__(self, path: Path, commit: str, cache: str, gpu: str | None = None) -> None:
+        """gpu: None = the first one's name."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", newline="")
         self._writer = csv.writer(self._file)
-        self._machine = [torch.cuda.get_device_name(), driver_version(), commit]
+        self._machine = [torch.cuda.get_device_name() if gpu is None else gpu, driver_version(), commit]
         self._cache = cache
-        self._writer.writerow(["name", "value", "unit", "note", "gpu", "driver", "commit", "cache"])
+        self._writer.writerow(["name", "value", "unit", "note", "gpu", "driver", "commit", "cache", "ranks"])
 
-    def add(self, name: str, value: float, unit: str, note: str = "", cache: str | None = None) -> None:
+    def close(self) -> None:
+        self._file.close()
+
+    def add(
+        self, name: str, value: float, unit: str, note: str = "", cache: str | None = None, ranks: int | None = None
+    ) -> None:
         """cache: None = what is said of all."""
         cache = self._cache if cache is None else cache
-        self._writer.writerow([name, f"{value:.4g}", unit, note, *self._machine, cache])
+        self._writer.writerow([name, f"{value:.4g}", unit, note, *self._machine, cache, ranks])
         self._file.flush()
-        print(f"{name:58s} {value:12.4g} {unit:6s} {note}", flush=True)
+        of = "" if ranks is None else f"{ranks} ranks"
+        print(f"{name:58s} {value:12.4g} {unit:6s} {of:7s} {note}", flush=True)
 
 
 def driver_version() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except FileNotFoundError:
+        return "unknown"
 
 
 def commit_of() -> str:
@@ -102,8 +113,15 @@ class ColumnIds:
             ids += self._base
 
 
-def replay_us(ids: ColumnIds, launch: Callable[[torch.Tensor], Any], replays: int = 7) -> float:
-    """Median device microseconds of a launch, in a graph of one launch a set, ids fresh before each replay."""
+def replay_us(
+    ids: ColumnIds,
+    launch: Callable[[torch.Tensor], Any],
+    replays: int = 7,
+    line_up: Callable[[], None] | None = None,
+) -> float:
+    """Median device microseconds of a launch, in a graph of one launch a set, ids fresh before each replay.
+
+    line_up: enqueues what lets all ranks' GPUs begin a replay at the same time."""
     launch(ids.ids[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -115,6 +133,8 @@ def replay_us(ids: ColumnIds, launch: Callable[[torch.Tensor], Any], replays: in
         ids.fresh()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
+        if line_up is not None:
+            line_up()
         begin.record()
         graph.replay()
         end.record()

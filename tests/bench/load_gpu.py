@@ -1,11 +1,12 @@
 """Loads into GPU memory, all GPUs at once, beside what their links copy from pinned memory in the same run.
 
-    python -m tests.bench.load_gpu [--gib 16] [--devices 0,1] [--folder /dev/shm] [--threads 0]
+    python -m tests.bench.load_gpu [--gib 16] [--devices 0,1/0,1,2,3] [--folder /dev/shm] [--threads 0]
         [--slots 262144,1048576] [--per-thread 2,4]     out of the page cache, by the C loop
         [--chunks 8]                                    what Python does: with --dummy or ENGRAM_PURE=1
 
-Two tables, `--gib` GiB in all, split over the GPUs. They are made as a checkpoint in `--folder` and read once, so that
-every load finds them in the page cache; `--dummy` makes the rows instead. A load is what the daemon does, by
+Two tables, `--gib` GiB in all, split over the GPUs of a group; all is done for each group: by default for 2, 4 and 8 of
+the GPUs that are there, and for all. They are made as a checkpoint in `--folder` and read once, so that every load
+finds them in the page cache; `--dummy` makes the rows instead. A load is what the daemon does, by
 the loader's children: GB/s are of the phase "loading", which the other phases' seconds stand beside. `--slots`
 and `--chunks` (MiB), `--per-thread`, `--threads`: several, with commas, are compared first, by loads without digests,
 beside what their processes read where nothing is copied; then the best one is measured whole, with a check of all
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import shutil
 import statistics
@@ -53,6 +55,8 @@ from tests.bench.read_only import read_rate
 RUNS = 3
 COPIES, COPY_BYTES = 24, 256 << 20
 BAR = 0.7
+SIZES = (2, 4, 8)
+GIB_A_GPU = 4
 LAYERS = (1, 14)
 GB = 1e9
 
@@ -97,7 +101,7 @@ def warm(model: Path) -> None:
                 pass
 
 
-def plan_of(options: argparse.Namespace, model: Path | None, vocab: int) -> tuple[Plan, LoadJob]:
+def plan_of(options: argparse.Namespace, ordinals: list[int], model: Path | None, vocab: int) -> tuple[Plan, LoadJob]:
     geometry = {
         "engram_layer_ids": list(LAYERS),
         "engram_max_ngram_size": 4,
@@ -109,7 +113,7 @@ def plan_of(options: argparse.Namespace, model: Path | None, vocab: int) -> tupl
         load_format="auto" if model else "dummy",
         geometry=geometry,
         engram_config=EngramConfig(placement=Placement.GPU),
-        devices=tuple(options.ordinals),
+        devices=tuple(ordinals),
         load=LoadConfig(verify=options.verify),
     )
     config = msgspec.structs.replace(config, host=msgspec.structs.replace(config.host, memory_check="warn"))
@@ -163,12 +167,12 @@ def compare(results: Results, plan: Plan, job: LoadJob, link: float, count: int,
         rates.append(report.bytes_read / report.fill_seconds / count)
     rate = statistics.median(rates)
     spread = " ".join(f"{one / GB:.1f}" for one in rates)
-    results.add(f"{what}: each GPU", rate / GB, "GB/s", f"{rate / link:.2f} of the link; runs {spread}")
+    note = f"{rate / link:.2f} of the link; runs {spread}"
+    results.add(f"{what}: each GPU", rate / GB, "GB/s", note, ranks=count)
     if pumped(job):
         read = read_rate(job, count, RUNS)
-        results.add(
-            f"{what}: read only", read / GB, "GB/s", f"{read / link:.2f} of the link; {count} processes at once"
-        )
+        note = f"{read / link:.2f} of the link; {count} processes at once"
+        results.add(f"{what}: read only", read / GB, "GB/s", note, ranks=count)
     return rate
 
 
@@ -198,19 +202,43 @@ def measure(results: Results, plan: Plan, job: LoadJob, link: float, count: int,
     note = f"{count} GPUs at once, {result.report.bytes_read / GB:.1f} GB, {result.report.threads} threads"
     phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in result.phase_seconds.items())
     spread = " ".join(f"{one / GB:.1f}" for one in rates)
-    results.add(f"{what}: load, each GPU", rate / GB, "GB/s", f"{note}; runs {spread}")
-    results.add(f"{what}: of what the links copy", rate / link, "", f"bar {BAR}; {phases}")
-    results.add(f"{what}: start to end of the children", wall, "s", note)
+    add = functools.partial(results.add, ranks=count)
+    add(f"{what}: load, each GPU", rate / GB, "GB/s", f"{note}; runs {spread}")
+    add(f"{what}: of what the links copy", rate / link, "", f"bar {BAR}; {phases}")
+    add(f"{what}: start to end of the children", wall, "s", note)
     digest_s = result.phase_seconds.get("digesting", 0.0)
     if digest_s:
-        results.add(f"{what}: digests, each GPU", result.report.bytes_read / digest_s / count / GB, "GB/s", note)
-    results.add(f"{what}: check of all, children and contexts included", check_s, "s", note)
+        add(f"{what}: digests, each GPU", result.report.bytes_read / digest_s / count / GB, "GB/s", note)
+    add(f"{what}: check of all, children and contexts included", check_s, "s", note)
+
+
+def load_into(
+    results: Results, options: argparse.Namespace, ordinals: list[int], model: Path | None, vocab: int
+) -> None:
+    """Everything, with one group of GPUs."""
+    plan, job = plan_of(options, ordinals, model, vocab)
+    links, count = link_rates(ordinals), len(ordinals)
+    for ordinal, rate in zip(ordinals, links, strict=True):
+        name = f"GPU {ordinal}: copies from pinned memory, all at once"
+        results.add(name, rate / GB, "GB/s", "the link", ranks=count)
+    link = statistics.mean(links)
+    jobs = variants(options, job)
+    rates = {what: compare(results, plan, one, link, count, what) for what, one in jobs.items()}
+    best = max(rates, key=rates.__getitem__)
+    measure(results, plan, jobs[best], link, count, best)
+
+
+def groups_of(there: int) -> str:
+    """2, 4 and 8 GPUs of those that are there, and all of them."""
+    sizes = sorted({size for size in SIZES if size < there} | {there})
+    return "/".join(",".join(map(str, range(size))) for size in sizes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=16)
-    parser.add_argument("--devices", default=",".join(map(str, range(torch.cuda.device_count()))))
+    devices = torch.cuda.device_count()
+    parser.add_argument("--gib", type=float, default=max(16, GIB_A_GPU * devices))
+    parser.add_argument("--devices", default=groups_of(devices), help="groups of GPUs, with / between them")
     parser.add_argument("--folder")
     parser.add_argument("--chunks", default=f"{DEVICE_CHUNK_BYTES / (1 << 20):g}", help="MiB, of the loop in Python")
     parser.add_argument("--slots", default=str(DEVICE_SLOT_BYTES), help="bytes, of the loop in C")
@@ -221,22 +249,15 @@ def main() -> None:
     parser.add_argument("--commit", default=commit_of())
     parser.add_argument("--out", type=Path, default=Path("bench-results/load_gpu.csv"))
     options = parser.parse_args()
-    options.ordinals = [int(ordinal) for ordinal in options.devices.split(",")]
+    groups = [[int(ordinal) for ordinal in group.split(",")] for group in options.devices.split("/")]
     results = Results(options.out, options.commit, "" if options.dummy else "warm")
     vocab = int(options.gib * ROWS_GIB / 24 / len(LAYERS))
     with contextlib.ExitStack() as stack:
         model = None if options.dummy else stack.enter_context(checkpoint_in(options.folder, vocab))
-        plan, job = plan_of(options, model, vocab)
-        links = link_rates(options.ordinals)
-        for ordinal, rate in zip(options.ordinals, links, strict=True):
-            results.add(f"GPU {ordinal}: copies from pinned memory, all at once", rate / GB, "GB/s", "the link")
         if model is not None:
             warm(model)
-        link, count = statistics.mean(links), len(options.ordinals)
-        jobs = variants(options, job)
-        rates = {what: compare(results, plan, one, link, count, what) for what, one in jobs.items()}
-        best = max(rates, key=rates.__getitem__)
-        measure(results, plan, jobs[best], link, count, best)
+        for ordinals in groups:
+            load_into(results, options, ordinals, model, vocab)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections import defaultdict
 from pathlib import Path
+
+from tests.bench.group_table import read_rows, times_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 GATHER = {
@@ -29,11 +30,9 @@ def series() -> dict[str, dict[int, float]]:
             label = GATHER.get((line["memory"], line["arm"]))
             if label and line["ids"] == "random":
                 found[label][int(line["tokens"])] = float(line["median_us"])
-    with (DOCS / "measurements" / "two_gpus.csv").open() as file:
-        for line in csv.DictReader(file):
-            match = re.fullmatch(r"\w+, T=(\d+): (.*)", line["name"])
-            if match and match[2] in TWO_GPUS:
-                found[TWO_GPUS[match[2]]][int(match[1])] = float(line["value"])
+    for arm, sizes in times_of(read_rows(DOCS / "measurements" / "groups.csv")).items():
+        if arm.name in TWO_GPUS:
+            found[TWO_GPUS[arm.name]] |= sizes[2]
     return found
 
 

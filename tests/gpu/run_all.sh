@@ -2,15 +2,15 @@
 # Everything that needs a GPU, in one go: tests/gpu/run_all.sh one|two [FOLDER]
 #
 #   one   all tests of one GPU, then the benchmarks of a client beside one GPU
-#   two   the tests that need two GPUs, then the benchmarks over two
+#   two   the tests that need two GPUs or more, then the benchmarks over groups of 2, 4 and 8, as many as there are
 #
 # Logs and CSV files go to FOLDER (bench-results). A step that fails or is late does not stop the next; the exit
 # status tells. From the environment, with what stands here if not given:
 #   PYTHON=python3            an interpreter with the packages of the extras rank, cuda, server and dev
-#   TEST_LIMIT=180 BENCH_LIMIT=120     seconds
+#   TEST_LIMIT=180 BENCH_LIMIT=120     seconds; TEST_LIMIT=400 of `two`
 #   PREFETCH_GIB=8                                            size of `one`
 #   FULL_GIB=94.4 WAYS=cuda_host,memfd,gpu,shards FULL_LIMIT=480     of `two`: each of two tables
-#   SPLIT_GIB=16 TOKENS=1,16,128,1024,8192                    of `two`
+#   SPLIT_GIB=16 HOST_GIB=90 TOKENS=1,16,128,1024,8192 KINDS=collective,peer_read,per_node GROUPS_LIMIT=480     of `two`
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
 #   LOAD_GIB=16 LOAD_ARGS= LOAD_LIMIT=240                     of `load`: both tables, over all GPUs
@@ -66,10 +66,13 @@ one)
     load_gpu
     ;;
 two)
-    [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-180}" "${tests[@]}" tests/gpu -k "two_gpus or peer"
-    [[ $parts != *bench* ]] || step bench_two "${BENCH_LIMIT:-120}" "$python" -m tests.bench.two_gpus \
-        --gib "${SPLIT_GIB:-16}" --tokens "${TOKENS:-1,16,128,1024,8192}" ${SGLANG:+--sglang "$SGLANG"} \
-        --out "$out/two_gpus.csv" "${commit[@]}"
+    [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-400}" "${tests[@]}" tests/gpu \
+        -k "two_gpus or peer or test_groups"
+    [[ $parts != *bench* ]] || step bench_two "${GROUPS_LIMIT:-480}" "$python" -m tests.bench.groups \
+        --gib "${SPLIT_GIB:-16}" --host-gib "${HOST_GIB:-90}" --tokens "${TOKENS:-1,16,128,1024,8192}" \
+        --kinds "${KINDS:-collective,peer_read,per_node}" ${SGLANG:+--sglang "$SGLANG"} \
+        --out "$out/groups.csv" "${commit[@]}"
+    [[ $parts != *bench* ]] || step predicted 60 "$python" -m tests.bench.predict "$out/groups.csv"
     load_gpu
     [[ $parts != *full* ]] || step bench_full "${FULL_LIMIT:-480}" "$python" -m tests.bench.full_size \
         --gib "${FULL_GIB:-94.4}" --ways "${WAYS:-cuda_host,memfd,gpu,shards}" --out "$out/full_size.csv" "${commit[@]}"

@@ -1,18 +1,15 @@
 """Daemon and GPU ranks end to end on a real GPU, bit for bit what the checkpoint's files and the CPU lookup give.
 
 Ranks that share a GPU exchange through gloo, for NCCL refuses them; tests that need two GPUs say so in their names.
+Groups on GPUs of their own: test_groups.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,9 +30,9 @@ from engram_client.identity import TableIdentity  # noqa: E402
 from engram_client.layout import RowFormat, TableGeometry, whole  # noqa: E402
 from engram_client.mapping.segments import map_for_cpu, map_for_gpu  # noqa: E402
 from engram_client.protocol import Backing, SegmentInfo, State, TableInfo  # noqa: E402
-from engram_server.make_checkpoint import make_checkpoint  # noqa: E402
-from tests.support.asking import Asking, hashed_ids  # noqa: E402
-from tests.support.daemon import Daemon, running  # noqa: E402
+from tests.gpu.asking_ranks import ask, bits, daemon_of  # noqa: E402
+from tests.support.asking import Asking  # noqa: E402
+from tests.support.daemon import Daemon  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.reference import CheckpointReference  # noqa: E402
 
@@ -52,74 +49,10 @@ GPU_WHOLE = {"placement": "gpu", "replication": "per_node"}
 PEERS = {"placement": "gpu", "lookup": "peer_read"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="eg-", dir="/dev/shm"))
-    make_checkpoint(folder / "model", engram_vocab_size=1500, seed=11, every_code=True)
-    yield folder / "model"
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="eg-"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def daemon_of(folder: Path, checkpoint: Path, engram: dict[str, str], **rest: Any) -> Iterator[Daemon]:
-    with running(folder, {"model_path": str(checkpoint), "engram_config": engram, **rest}) as daemon:
-        yield daemon
-
-
 @pytest.fixture
 def host_table(folder: Path, checkpoint: Path) -> Iterator[Daemon]:
     with daemon_of(folder, checkpoint, WHOLE, host={"backing": "memfd"}) as daemon:
         yield daemon
-
-
-def bits(rows: torch.Tensor) -> np.ndarray:
-    return rows.view(torch.int16).cpu().numpy()
-
-
-def ask(rank: int, world_size: int, endpoint: str, checkpoint: str, nccl: bool = False) -> int:
-    """Everything that asking.py asks, all rows of all tables, and a captured lookup."""
-    warnings.simplefilter("default")  # torch's own are not ours to refuse
-    device = torch.device("cuda", rank % DEVICES)
-    torch.cuda.set_device(device)
-    group = torch.distributed.new_group(backend="nccl") if nccl else None
-    reference = CheckpointReference(Path(checkpoint))
-    settle = torch.cuda.synchronize
-    name = f"cuda:{device.index}"
-    with connect(endpoint, rank=rank, world_size=world_size, device=name, group=group) as client:
-        compared = Asking(client, reference, device, settle).everything()
-        for layer in client.layers:
-            ids = torch.arange(client.table(layer).rows, device=device)
-            rows = bits(client.table(layer).lookup(ids))
-            for first in range(0, len(rows), 4096):
-                part = np.arange(first, min(first + 4096, len(rows)))
-                assert np.array_equal(rows[part], reference.rows(layer, part).view(np.int16))
-            compared += len(rows)
-        if nccl:
-            for tokens in (32, 64):  # few are summed, more exchanged
-                capture_collective(client, reference, device, tokens)
-    return compared
-
-
-def capture_collective(client: Any, reference: CheckpointReference, device: torch.device, tokens: int) -> None:
-    table = client.table(1)
-    ids = hashed_ids(table.columns, tokens, 1).to(device)
-    out = torch.empty(tokens, 24, 256, dtype=torch.bfloat16, device=device)
-    table.lookup(ids, out, hashed=True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        table.lookup(ids, out, hashed=True)
-    for seed in range(20):
-        ids.copy_(hashed_ids(table.columns, tokens, seed))
-        graph.replay()
-        Asking(client, reference, device, torch.cuda.synchronize).same(out, 1, ids, True)
 
 
 @pytest.mark.parametrize(
@@ -143,20 +76,6 @@ def test_every_configuration_gives_the_checkpoints_rows(
         compared = run_ranks(ranks, ask, daemon.endpoint, str(checkpoint), timeout_s=LIMIT_S)
         assert min(compared) > 70_000
         assert daemon.status().state is State.READY
-
-
-@two_gpus
-@pytest.mark.parametrize(
-    ("engram", "nccl"),
-    [({"placement": "gpu"}, True), ({"placement": "gpu"}, False), (PEERS, False), (GPU_WHOLE, False), (WHOLE, False)],
-    ids=["nccl", "gloo", "peer_read", "per_node", "host"],
-)
-def test_on_two_gpus_every_configuration_gives_the_checkpoints_rows(
-    folder: Path, checkpoint: Path, engram: dict[str, str], nccl: bool
-) -> None:
-    with daemon_of(folder, checkpoint, engram, devices=[0, 1], tp_size=2) as daemon:
-        compared = run_ranks(2, ask, daemon.endpoint, str(checkpoint), nccl, timeout_s=LIMIT_S)
-        assert min(compared) > 70_000
 
 
 @two_gpus

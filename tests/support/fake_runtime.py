@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from engram_client.cuda.access import cuda_driver
+from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
 from engram_client.lookup import runtime
+
+FAKE = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver"}
 
 
 class FakeEvent:
@@ -37,6 +42,12 @@ class FakeSide:
 
 
 capturing = False
+
+
+def on_fake(machine: dict[str, Any], fail: str = "") -> None:
+    """Makes this process one on the fake machine."""
+    os.environ.update(FAKE, ENGRAM_FAKE_CUDA=json.dumps(machine), ENGRAM_FAKE_FAIL=fail)
+    install()
 
 
 def install() -> None:

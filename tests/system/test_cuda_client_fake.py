@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engram_client import connect
 from engram_client.control import query_status
-from engram_client.cuda.access import DRIVER_VARIABLE, cuda_driver
+from engram_client.cuda.access import cuda_driver
 from engram_client.errors import (
     CountsInvalid,
     CudaUnavailable,
@@ -35,16 +35,9 @@ from tests.support import fake_runtime
 from tests.support.asking import Asking, hashed_ids, starts_of
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.fake_driver import FakeDriver
+from tests.support.fake_runtime import FAKE, on_fake
 from tests.support.ranks import run_ranks
 from tests.support.reference import CheckpointReference
-
-FAKE = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver"}
-
-
-def on_fake(machine: dict[str, Any], fail: str = "") -> None:
-    """Makes this process one on the fake machine."""
-    os.environ.update(FAKE, ENGRAM_FAKE_CUDA=json.dumps(machine), ENGRAM_FAKE_FAIL=fail)
-    fake_runtime.install()
 
 
 @contextmanager
@@ -82,6 +75,11 @@ def ask_everything(rank: int, world_size: int, endpoint: str, checkpoint: str, m
         ({"placement": "gpu", "lookup": "peer_read"}, "auto", 3, 3),
         ({"placement": "gpu", "lookup": "peer_read"}, "auto", 4, 1),
         ({"placement": "gpu", "replication": "per_node"}, "auto", 3, 2),
+        ({"placement": "gpu"}, "auto", 8, 8),
+        ({"placement": "gpu", "lookup": "peer_read"}, "auto", 8, 8),
+        ({"placement": "gpu", "replication": "per_node"}, "auto", 8, 8),
+        ({"placement": "cpu"}, "memfd", 8, 8),
+        ({"placement": "cpu", "replication": "per_node"}, "memfd", 8, 8),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )

@@ -30,13 +30,19 @@ def measured(folder: Path, ours: float) -> None:
     pairs: list[dict[str, object]] = []
     for tokens in (1, 16, 128, 1024, 8192):
         pairs += [
-            {"name": f"peer_read, T={tokens}: peer_read", "value": 10 * ours},
-            {"name": f"peer_read, T={tokens}: SGLang's peer kernel", "value": 10},
-            {"name": f"collective, T={tokens}: collective (all-gather of stored rows)", "value": 10 * ours},
-            {"name": f"collective, T={tokens}: zero-fill + all-reduce, our gather", "value": 10},
-            {"name": f"collective, T={tokens}: SGLang's gather + all-reduce", "value": 1000},
+            {"name": name, "value": value, "ranks": ranks}
+            for ranks, ours in ((2, ours), (8, 1 / ours))  # of eight nothing is asked
+            for name, value in (
+                (f"peer_read, T={tokens}: peer_read", 10 * ours),
+                (f"peer_read, T={tokens}: SGLang's peer kernel", 10),
+                (f"peer_read, T={tokens}: all ranks at once", 1000),
+                (f"collective, T={tokens}: collective (all-gather of stored rows)", 1000),
+                (f"collective, T={tokens}: collective (as the client chooses)", 10 * ours),
+                (f"collective, T={tokens}: zero-fill + all-reduce, our gather", 10),
+                (f"collective, T={tokens}: SGLang's gather + all-reduce", 1000),
+            )
         ]
-    write(folder / "two_gpus.csv", pairs)
+    write(folder / "groups.csv", pairs)
     beside: list[dict[str, object]] = [
         {"name": "prefetch of 2 layers, T=128: GEMMs slower by", "value": 4 * ours},
         {"name": "prefetch of 2 layers, T=128: consumer waits", "value": 20 * ours},
