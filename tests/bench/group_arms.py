@@ -7,7 +7,6 @@ read at once, their GPUs begin each replay together.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from engram_client import Client, connect
 from engram_client.gpu import prepare
 from engram_client.lookup import collective as assembling
+from engram_client.lookup import split as splitting
 from engram_client.lookup.cuda import GpuRows
 from engram_server import generate
 from tests.bench.gpu_support import ColumnIds, replay_us
@@ -30,7 +30,6 @@ from tests.support.reference import dequantise
 
 LAYER, SEED = 1, 0
 """Of the daemon's made table, whose rows follow from both."""
-SPLITS = "split_reads" in inspect.signature(connect).parameters
 IDS_A_GRAPH = 400_000
 HEAD_START_CYCLES = 1_000_000
 """Half a millisecond in which the host enqueues a replay that all GPUs then begin."""
@@ -187,11 +186,19 @@ def per_node(seat: Seat) -> list[Time]:
         found = [] if seat.rank else seat.times(table.columns, alone, together=False)
         dist.barrier()
         found += seat.times(table.columns, one_arm("all ranks at once", table), together=True)
-    if SPLITS:
-        with seat.connect(group=seat.group, split_reads=True) as client:
-            table = client.table(LAYER)
-            found += seat.times(table.columns, one_arm("split reads", table), together=True)
-    return found
+    with mock.patch.object(splitting, "SPLIT_FROM_IDS", 1):
+        split = seat.connect(group=seat.group, split_reads=True)
+    with split, seat.connect(group=seat.group, split_reads=True) as chosen:
+        parts, table = split.table(LAYER), chosen.table(LAYER)
+
+        def arms(out: torch.Tensor) -> dict[str, Launch]:
+            return {
+                "split reads": lambda ids: parts.lookup(ids, out, hashed=True),
+                "split reads, by tokens": lambda ids: parts.lookup(ids, out),
+                "split reads (as the client chooses)": lambda ids: table.lookup(ids, out, hashed=True),
+            }
+
+        return found + seat.times(table.columns, arms, together=True)
 
 
 KINDS: dict[str, Callable[[Seat], list[Time]]] = {

@@ -67,9 +67,10 @@ def test_the_benchmark_of_groups_has_every_arm_for_every_size(tmp_path: Path, mo
         ("peer_read", "all ranks at once"),
         ("per_node", "rank 0 alone"),
         ("per_node", "all ranks at once"),
+        ("per_node", "split reads"),
+        ("per_node", "split reads, by tokens"),
+        ("per_node", "split reads (as the client chooses)"),
     }
-    if group_arms.SPLITS:
-        arms.add(("per_node", "split reads"))
     assert set(times) == arms
     for found in times.values():
         assert {size: set(line) for size, line in found.items()} == {size: {1, 48} for size in sizes}
