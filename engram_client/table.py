@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from engram_client.api import Tokens
 
 
+_Again = Callable[[Tensor, Tensor, bool], bool]
+
+
 class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
@@ -65,14 +68,22 @@ class MappedTable:
         self.splits_from = sys.maxsize
         """Ids from which on a lookup is shared out among the ranks."""
         self._lookup: ShardedLookup | SplitLookup
+        alone = whole or world_size == 1
+        again = local.lookup_again if alone and isinstance(local, GpuRows) else None
         if split and world_size > 1:
             self._lookup = SplitLookup(group, rank, world_size, info.geometry, local)
             self.splits_from = self._lookup.from_ids
+            self._again = None if again is None else self._unless_split(again)
         else:
             self._lookup = ShardedLookup(group, rank, world_size, info.geometry, local, whole=whole)
-        alone = whole or world_size == 1
-        self._again = local.lookup_again if alone and isinstance(local, GpuRows) else None
+            self._again = again
         self._number = numbers.register(self)
+
+    def _unless_split(self, again: _Again) -> _Again:
+        def few(ids: Tensor, out: Tensor, hashed: bool) -> bool:
+            return isinstance(ids, Tensor) and ids.numel() < self.splits_from and again(ids, out, hashed)
+
+        return few
 
     def __repr__(self) -> str:
         return f"<table of layer {self.layer_id}: {self.rows} rows, {self.invalid_ids} invalid ids seen>"
@@ -137,7 +148,7 @@ class MappedTable:
             self._check_usable(self._name)
             if self._strict:
                 self._refuse_counted()
-            if ids.numel() < self.splits_from and self._again(ids, out, hashed):
+            if self._again(ids, out, hashed):
                 self.count(ids.numel())
                 return out
         if raw:

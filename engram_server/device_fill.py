@@ -33,7 +33,7 @@ from engram_server.reader import ALIGNMENT, FileReader, Preadv
 SLOTS_PER_THREAD: Final = 2
 STREAMS: Final = 4
 """For each of a thread's slots; threads share them. The driver takes milliseconds to make a stream ready at its first
-copy, and copies from so few overlap as well as from many."""
+copy (`Staging.warm`), and copies from so few overlap as well as from many."""
 HUGE_PAGE: Final = 2 << 20
 
 
@@ -113,11 +113,20 @@ class Staging:
         first = -address_of(whole) % HUGE_PAGE
         driver.host_register(address_of(whole) + first, total, read_only=False)
         streams = [[driver.stream_create() for _ in range(min(threads, STREAMS))] for _ in range(per_thread)]
+        self._first = Slot(driver, streams[0][0], whole[first : first + size])
+        self._streams = [stream for of_slot in streams for stream in of_slot]
         self._sets: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
         for thread in range(threads):
             at = [first + (thread * per_thread + k) * size for k in range(per_thread)]
             shared = [of_slot[thread % STREAMS] for of_slot in streams]
             self._sets.put([Slot(driver, stream, whole[a : a + size]) for stream, a in zip(shared, at, strict=True)])
+
+    def warm(self, target: int) -> None:
+        """Makes every stream ready, by a copy of zeros to the GPU address `target`, where a fill will write."""
+        for stream in self._streams:
+            self._first.stream = stream
+            self._first.send(Copy(address_of(self._first.view), target, ALIGNMENT))
+            self._first.wait()
 
     def slots(self) -> list[Slot]:
         """One thread's slots."""

@@ -55,6 +55,8 @@ def load_devices(order: Order, reporter: Reporter) -> PartResult:
                     staging = device_pump.make_staging(driver, job)
                 else:
                     staging = device_fill.Staging(driver, job.threads, device_fill.chunk_bytes(job))
+                first_row = targets[0].info.shard.row_start
+                staging.warm(targets[0].span(first_row, first_row).values)
             reporter.add(allocated)
             if digester is not None:
                 digester.result()  # a GPU that cannot digest is known before it is filled, which may take minutes

@@ -272,6 +272,7 @@ class GpuRows:
                 raw=raw is not None,
                 out_strides=strides,
                 blocks=blocks,
+                density=self._columns // (columns[1] - columns[0]) if columns else 1,
             )
         return found
 

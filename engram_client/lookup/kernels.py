@@ -8,7 +8,6 @@ few numbers and launches.
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 from collections.abc import Sequence
@@ -43,12 +42,11 @@ from engram_client.lookup.packing import (
 from engram_client.lookup.shapes import (
     FILL_BLOCKS,
     KERNELS,
-    SORT_FROM_IDS,
     Kind,
     Memory,
     bucket_shift,
     shape_for,
-    sorts,
+    sorts_from,
 )
 
 _PLANS_KEPT = 1024
@@ -105,7 +103,7 @@ class Gather:
 
     memory: where the tables are; it decides the launch shape. raw: outputs are values and scales as stored,
     with `out_strides` bytes from row to row of each; else bfloat16 [rows, 256]. blocks: how many may read rows at
-    a time, 0 for as many as the work fills.
+    a time, 0 for as many as the work fills. density: see Kind.
 
     Raises Unsupported for more tables, shards or rows than one launch takes.
     """
@@ -120,6 +118,7 @@ class Gather:
         raw: bool = False,
         out_strides: tuple[int, int] = (ROW_BYTES, ROW_BYTES),
         blocks: int = 0,
+        density: int = 1,
     ) -> None:
         shards = [part for source in sources for part in source.parts]
         for what, count, limit in (("tables", len(sources), MAX_TABLES), ("shards", len(shards), MAX_SHARDS)):
@@ -132,11 +131,9 @@ class Gather:
         self.tables = len(sources)
         peer = any(len(source.parts) > 1 for source in sources)
         hashed = sources[0].column_starts != 0
-        self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer, hashed=hashed)
-        self.sorts_from: float = math.inf
+        self._kind = Kind(memory, row_format, self.tables, raw=raw, peer=peer, hashed=hashed, density=density)
+        self.sorts_from = sorts_from(self._kind)
         """The fewest ids a table that are put in order of address first."""
-        if sorts(self._kind, MAX_ITEMS):
-            self.sorts_from = -(-SORT_FROM_IDS // self.tables)
         row_span = max(part.stop - part.start for part in shards)
         if row_span > MAX_PART_ROWS:
             raise Unsupported(
@@ -182,7 +179,7 @@ class Gather:
 
     def sorts(self, items: int) -> bool:
         """Whether a launch for `items` ids a table puts them in order of address first."""
-        return sorts(self._kind, items)
+        return items >= self.sorts_from
 
     @property
     def _counters(self) -> int:

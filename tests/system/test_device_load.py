@@ -26,6 +26,7 @@ from engram_server.checkpoint import open_checkpoint
 from engram_server.load_job import LoadJob, LoadResult, make_job
 from engram_server.make_checkpoint import make_checkpoint
 from engram_server.plan import Plan, make_plan
+from engram_server.reader import ALIGNMENT
 from engram_server.segments import Segment, create_segments
 from tests.support.loads import BLOCK, checkpoint_rows, config, digest, root, run_load
 from tests.support.machines import machine
@@ -273,7 +274,7 @@ def test_a_digest_kernel_that_cannot_be_had_is_found_before_gigabytes_are_moved(
     with pytest.raises(CudaCallFailed) as failed:
         run_load(job, scene.segments)
     assert failed.value.name == "CUDA_ERROR_NO_BINARY_FOR_GPU"
-    assert scene.copies() == []
+    assert set(scene.copies()) <= {ALIGNMENT}, "streams were made ready, and no row was moved"
 
 
 def test_one_killed_child_is_reported_and_the_others_are_ended(scene: Scene, small: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -16,11 +17,12 @@ from engram_client.lookup.shapes import (
     MAX_BUCKETS_SHIFT,
     PREFETCH_BLOCKS,
     SORT_FROM_IDS,
+    SORT_LEAST_IDS,
     Kind,
     Memory,
     bucket_shift,
     shape_for,
-    sorts,
+    sorts_from,
 )
 from tests.support import fake_kernels
 
@@ -103,8 +105,16 @@ def test_only_large_batches_of_host_tables_are_sorted():
     for memory in Memory:
         for peer in (False, True):
             kind = Kind(memory, RowFormat.PACKED, 2, raw=False, peer=peer)
-            assert not sorts(kind, SORT_FROM_IDS // 2 - 1)
-            assert sorts(kind, SORT_FROM_IDS // 2) == (memory is Memory.HOST and not peer)
+            sorted_there = memory is Memory.HOST and not peer
+            assert sorts_from(kind) == (SORT_FROM_IDS // 2 if sorted_there else math.inf)
+
+
+def test_ids_of_few_columns_are_sorted_where_they_lie_as_close_together():
+    def least(density: int) -> float:
+        return sorts_from(Kind(Memory.HOST, RowFormat.PACKED, 1, raw=True, peer=False, density=density))
+
+    assert [least(density) for density in (1, 2, 4)] == [SORT_FROM_IDS, SORT_FROM_IDS // 2, SORT_FROM_IDS // 4]
+    assert least(24) == SORT_LEAST_IDS
 
 
 @pytest.mark.parametrize(
