@@ -170,7 +170,8 @@ class Driver(Protocol):
     def stream_synchronize(self, stream: int) -> None: ...
 
     def stream_captured(self, stream: int) -> bool:
-        """Whether a graph is being captured from it; True, too, where the driver does not tell."""
+        """Whether a graph is being captured from it; True, too, where the driver does not tell. A thread without a
+        context gets CUDA_ERROR_INVALID_CONTEXT."""
         ...
 
     def stream_wait(self, stream: int, event: int) -> None:

@@ -57,6 +57,7 @@ class RealDriver:
         self._is_capturing = driver.cuStreamIsCapturing
         self._wait_event = driver.cuStreamWaitEvent
         self._query = driver.cuEventQuery
+        self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._not_ready = driver.CUresult.CUDA_ERROR_NOT_READY
         self._exchange_mode = driver.cuThreadExchangeStreamCaptureMode
         self._relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -260,6 +261,8 @@ class RealDriver:
 
     def stream_captured(self, stream: int) -> bool:
         code, status = self._is_capturing(stream)
+        if code == self._no_context:
+            raise self._failed("cuStreamIsCapturing", code)
         return bool(code or status)  # 0 is: no error, not captured
 
     def stream_wait(self, stream: int, event: int) -> None:

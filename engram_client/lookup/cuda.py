@@ -12,22 +12,20 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from engram_client.errors import CudaCallFailed, OutInvalid
+from engram_client.errors import CudaCallFailed
 from engram_client.layout import ROW_BYTES, ROW_SCALES, ROW_VALUES, RowFormat, Shard, TableGeometry
-from engram_client.lookup import runtime
+from engram_client.lookup import runtime, views
 from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids, raw_out
 from engram_client.lookup.counters import Counters
 from engram_client.lookup.exchange import CountInvalid, Exchanged
 from engram_client.lookup.kernels import FixedGather, Gather, Kernels
 from engram_client.lookup.packing import BF16_ROW_BYTES, MAX_SHARDS, MAX_TABLES, Ids, Out, Part, Source, columns_a_part
-from engram_client.lookup.shapes import FEW_THREADS, PREFETCH_BLOCKS, Memory
+from engram_client.lookup.shapes import PREFETCH_BLOCKS, Memory
+from engram_client.lookup.views import ALIGNMENT
 from engram_client.lookup.workspace import PrefetchBuffer, Workspaces
 
 _NOTHING = Invalid()
-_ALIGNMENT = 16
 _LAYOUTS_KEPT = 1024
-_WARPS = FEW_THREADS // 32
-"""Columns that a block of the kernel for few tokens takes: with fewer in a row, part of it would idle."""
 _STORED = (ROW_VALUES, ROW_SCALES)
 _PACKED = (ROW_BYTES, ROW_BYTES)
 
@@ -105,9 +103,9 @@ class GpuRows:
         if columns is None and count:
             gather, chosen = self._plain[hashed], ids
         else:
-            gather, chosen = self._gather(hashed, columns=columns, count=count), _cut(ids, columns)
+            gather, chosen = self._gather(hashed, columns=columns, count=count), views.cut(ids, columns)
         given, out = out, bf16_out(out, chosen.shape, self.device)
-        self._launch(gather, chosen, hashed, Out(_address(out)))
+        self._launch(gather, chosen, hashed, Out(views.address(out)))
         if given is not None and gather is self._plain[hashed]:
             self._remember(gather, ids, out, hashed)
         return Found(out, _NOTHING)
@@ -122,7 +120,7 @@ class GpuRows:
         except (AttributeError, RuntimeError):  # no tensor, or none with strides
             return False
         address, ordinal = out.data_ptr(), self.kernels.ordinal
-        if known is None or address % _ALIGNMENT or not runtime.is_current(ordinal):
+        if known is None or address % ALIGNMENT or not runtime.is_current(ordinal):
             return False
         stream = runtime.current_stream(ordinal)
         try:
@@ -138,22 +136,22 @@ class GpuRows:
             return
         key = (hashed, ids.dtype, ids.device, ids.shape, ids.stride(), out.dtype, out.device, out.shape, out.stride())
         if key not in self._known:
-            self._known[key] = gather.for_layout(_view(_flat(ids, hashed)), ordered=False)
+            self._known[key] = gather.for_layout(views.of(views.flat(ids, hashed)), ordered=False)
 
     def lookup_raw(
         self, ids: Tensor, *, hashed: bool, columns: tuple[int, int] | None = None, count: bool = True
     ) -> Found:
         """As `lookup`, but the stored bytes of each row side by side: uint8 `[..., 264]`, for an exchange."""
         check_ids(ids, self.device, hashed or columns is not None, self._columns)
-        chosen = _cut(ids, columns)
+        chosen = views.cut(ids, columns)
         out = raw_out(None, chosen.shape, self.device)
-        self._launch(self._gather(hashed, _PACKED, columns, count), chosen, hashed, _packed_out(out))
+        self._launch(self._gather(hashed, _PACKED, columns, count), chosen, hashed, views.packed_out(out))
         return Found(out, _NOTHING)
 
     def lookup_stored(self, ids: Tensor, values: Tensor, scales: Tensor, *, hashed: bool) -> Invalid:
         """Values and scales as stored into uint8 `[*ids.shape, 256]` and `[*ids.shape, 8]`."""
         check_ids(ids, self.device, hashed, self._columns)
-        self._launch(self._gather(hashed, _STORED), ids, hashed, Out(_address(values), scales.data_ptr()))
+        self._launch(self._gather(hashed, _STORED), ids, hashed, Out(views.address(values), scales.data_ptr()))
         return _NOTHING
 
     def count_invalid(self, ids: Tensor, *, hashed: bool) -> Invalid:
@@ -167,7 +165,7 @@ class GpuRows:
         key = (pieces, hashed)
         if key not in self._exchanged:
             self._exchanged[key] = Exchanged(self.kernels, self.source(hashed), self._columns, pieces)
-        whole, source, target = self._exchanged[key], received.data_ptr(), _address(out)
+        whole, source, target = self._exchanged[key], received.data_ptr(), views.address(out)
         self._judge(lambda view, stream: whole(view, source, target, stream), ids, hashed)
         return _NOTHING
 
@@ -186,7 +184,7 @@ class GpuRows:
         buffer until its next prefetch.
         """
         check_ids(ids, self.device, hashed or columns is not None, self._columns)
-        chosen = _cut(ids, columns)
+        chosen = views.cut(ids, columns)
         width = ROW_BYTES if raw else BF16_ROW_BYTES
         buffer = self._buffer.take(chosen.numel() * width)
         gather = self._gather(hashed, _PACKED if raw else None, columns, count, PREFETCH_BLOCKS)
@@ -195,9 +193,9 @@ class GpuRows:
             if raw
             else buffer.view(torch.bfloat16).view(*chosen.shape, ROW_VALUES)
         )
-        flat = _flat(chosen, hashed)  # a copy, if it is one, is made before the streams part
+        flat = views.flat(chosen, hashed)  # a copy, if it is one, is made before the streams part
         self._side.follow_current()
-        out = _packed_out(rows) if raw else Out(rows.data_ptr())
+        out = views.packed_out(rows) if raw else Out(rows.data_ptr())
         launch(gather, self.kernels, self._workspaces, flat, (out,), self._side)
         self._side.record(self._done)
         in_use: list[Tensor] = [flat]
@@ -236,6 +234,13 @@ class GpuRows:
 
         A capture of the current stream alone, with a prefetch from before it, is for the driver to refuse: rows that
         are there now are not those of a replay."""
+        try:
+            return self._asked()
+        except CudaCallFailed as error:
+            with _context_after(error, self.kernels):
+                return self._asked()
+
+    def _asked(self) -> bool | None:
         driver = self.kernels.driver
         if driver.stream_captured(self._side.handle) or driver.stream_captured(self._current_stream()):
             return None
@@ -277,12 +282,12 @@ class GpuRows:
         return found
 
     def _launch(self, gather: Gather, ids: Tensor, hashed: bool, out: Out) -> None:
-        launch(gather, self.kernels, self._workspaces, _flat(ids, hashed), (out,))
+        launch(gather, self.kernels, self._workspaces, views.flat(ids, hashed), (out,))
 
     def _judge(self, work: CountInvalid | Callable[[Ids, int], None], ids: Tensor, hashed: bool) -> None:
         if not ids.numel():
             return
-        view = _view(_flat(ids, hashed))
+        view = views.of(views.flat(ids, hashed))
         ordinal = self.kernels.ordinal
         with runtime.current(ordinal):
             try:
@@ -317,7 +322,7 @@ class AllTables:
     def lookup(self, ids: Tensor, out: Tensor, hashed: bool) -> None:
         """ids `[tokens, tables, columns]` into bfloat16 `[tables, tokens, columns, 256]`, contiguous."""
         check_ids(ids, self._first.device, hashed, len(self._first.geometry.columns))
-        outs = tuple(Out(_address(table)) for table in out)
+        outs = tuple(Out(views.address(table)) for table in out)
         launch(self._gathers[hashed], self._first.kernels, self._workspaces, ids, outs)
 
 
@@ -334,7 +339,7 @@ def launch(
     if not runtime.is_current(ordinal):
         with runtime.current(ordinal):
             return launch(gather, kernels, workspaces, ids, outs, side)
-    view = _view(ids)
+    view = views.of(ids)
     stream = runtime.current_stream(ordinal) if side is None else side.handle
     workspace = workspaces.address(gather, view.tokens * view.columns, stream, side)
     try:
@@ -350,48 +355,3 @@ def _context_after(error: CudaCallFailed, kernels: Kernels) -> AbstractContextMa
     if error.name != "CUDA_ERROR_INVALID_CONTEXT":
         raise error
     return kernels.driver.context(kernels.ordinal)
-
-
-def _cut(ids: Tensor, columns: tuple[int, int] | None) -> Tensor:
-    return ids if columns is None else ids[..., columns[0] : columns[1]]
-
-
-def _flat(ids: Tensor, hashed: bool) -> Tensor:
-    """At most two dimensions, the columns last if hashed; a copy only where one stride cannot walk the others."""
-    dimensions = ids.dim()
-    if dimensions <= 2 and (hashed or dimensions < 2 or ids.shape[-1] >= _WARPS):
-        return ids
-    if not hashed and ids.is_contiguous():
-        return ids.view(-1)
-    if dimensions <= 2:
-        return ids
-    return ids.reshape(-1, ids.shape[-1]) if ids.numel() else ids.new_empty(0)
-
-
-def _view(ids: Tensor) -> Ids:
-    size = 8 if ids.dtype is torch.int64 else 4
-    dimensions = ids.dim()
-    if dimensions == 2:
-        tokens, columns = ids.shape
-        token_stride, column_stride = ids.stride()
-        return Ids(ids.data_ptr(), size, tokens, columns, token_stride * size, column_stride * size)
-    if dimensions == 1:
-        return Ids(ids.data_ptr(), size, 1, ids.shape[0], 0, ids.stride(0) * size)
-    if dimensions == 3:
-        tokens, _, columns = ids.shape
-        token_stride, table_stride, column_stride = (stride * size for stride in ids.stride())
-        return Ids(ids.data_ptr(), size, tokens, columns, token_stride, column_stride, table_stride)
-    return Ids(ids.data_ptr(), size, min(1, ids.numel()), 1, 0, 0)
-
-
-def _address(out: Tensor) -> int:
-    address = out.data_ptr()
-    if address % _ALIGNMENT:
-        raise OutInvalid(
-            found=f"at an address that is {address % _ALIGNMENT} past a multiple", expected="16-byte aligned"
-        )
-    return address
-
-
-def _packed_out(rows: Tensor) -> Out:
-    return Out(rows.data_ptr(), rows.data_ptr() + ROW_VALUES)

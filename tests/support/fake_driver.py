@@ -102,11 +102,11 @@ class FakeDriver(FakeVmm):
     late: ClassVar[set[int]] = set()
     """Events whose work has not ended; -1 for all of them."""
 
-    @driver_call("cuStreamIsCapturing")
+    @driver_call("cuStreamIsCapturing", context=True)
     def stream_captured(self, stream: int) -> bool:
         return stream in self.captured
 
-    @driver_call("cuStreamWaitEvent")
+    @driver_call("cuStreamWaitEvent", context=True)
     def stream_wait(self, stream: int, event: int) -> None:
         self.waits += 1
 
