@@ -245,8 +245,7 @@ class MappedClient:
         return self._tables[layer_id]
 
     def _opened(self, info: TableInfo) -> MappedTable:
-        from engram_client.lookup.cpu import SegmentRows  # brings torch, which a rank has and a tool may not
-        from engram_client.table import MappedTable
+        from engram_client.table import MappedTable  # brings torch, which a rank has and a tool may not
 
         local: LocalRows
         meter = self._reporter.meter(info.geometry.layer_id)
@@ -255,6 +254,8 @@ class MappedClient:
             gpu_rows.on_wait = meter.waited
             local = gpu_rows
         else:
+            from engram_client.lookup.cpu import SegmentRows
+
             (part,) = info.segments
             view = cast("CpuMapping", self._mappings[part.id]).view
             rows = SegmentRows(view, info.geometry, part.shard, part.row_format)

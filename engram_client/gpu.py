@@ -20,7 +20,7 @@ from engram_client.lookup.kernels import Kernels
 from engram_client.lookup.packing import Part
 from engram_client.lookup.shapes import Memory
 from engram_client.mapping.segments import GpuMapping, visible_gpus
-from engram_client.protocol import Backing, SegmentInfo, TableInfo
+from engram_client.protocol import Backing, Done, HandoverReply, Reply, SegmentInfo, TableInfo, decode, encode
 
 if TYPE_CHECKING:
     from engram_client.table import MappedTable
@@ -38,6 +38,7 @@ def prepare(ordinal: int) -> Kernels:
     runtime.device(ordinal)
     import engram_client.table  # noqa: F401  registers torch's operators: 80 ms
 
+    decode(encode(Done()), Reply | HandoverReply)  # looks through the types of all messages, once: 3 ms
     return Kernels.on(ordinal)
 
 

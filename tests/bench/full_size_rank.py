@@ -70,7 +70,11 @@ def main(endpoint: str, rank: int, device: str, seed: int, looks: bool) -> None:
     client = connect(endpoint, rank=rank, world_size=2, device=device)
     attach_s = time.perf_counter() - begin
     if not looks:
-        answer(attach_s=attach_s)
+        client.close()
+        begin = time.perf_counter()
+        client = connect(endpoint, rank=rank, world_size=2, device=device)
+        answer(attach_s=attach_s, attach_again_s=time.perf_counter() - begin)
+        client.close()
         return
     client.table(client.layers[0]).lookup(torch.arange(24, device=device))
     torch.cuda.synchronize()

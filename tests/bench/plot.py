@@ -18,7 +18,8 @@ GATHER = {
 }
 TWO_GPUS = {
     "peer_read": "two GPUs, peer_read",
-    "collective (all-gather of stored rows)": "two GPUs, collective",
+    "collective (as the client chooses)": "two GPUs, collective",
+    "split reads (as the client chooses)": "two GPUs, host memory, split reads",
 }
 
 

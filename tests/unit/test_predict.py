@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench import predict
-from tests.bench.group_table import TOKENS, Times, by_group, read_rows, times_of
+from tests.bench.group_table import TOKENS, Times, by_group, read_rows, shown, times_of
 
 HEAD = ["name", "value", "unit", "note", "gpu", "driver", "commit", "cache", "ranks"]
 
@@ -72,10 +72,10 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path) -> N
     assert "= 2.00" in eight
     assert eight.count("- / ") == len(TOKENS) - 1
     (two,) = [line for line in lines if line.startswith("| GPU memory, `peer_read` | 2 |")]
-    assert "7.0 / 5.2" in two
-    shown = by_group(rows)
-    assert "| peer_read: all ranks at once | 2 | 7.0 |" in shown
-    assert "| peer_read: attach, median | 12.5 ms |" in shown
+    assert f"7.0 / {shown(predict.PEER_READ_US[TOKENS.index(128)])}" in two
+    printed = by_group(rows)
+    assert "| peer_read: all ranks at once | 2 | 7.0 |" in printed
+    assert "| peer_read: attach, median | 12.5 ms |" in printed
 
 
 def test_only_what_the_model_was_not_given_can_prove_it() -> None:
