@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,17 @@ def test_larger_batches_are_read_in_parts_and_smaller_ones_in_one_launch(folder:
 # Attaching together
 
 
+@contextmanager
+def serving(folder: Path, config: dict[str, Any]) -> Iterator[Daemon]:
+    """A daemon that is killed at the end: draining waits for the tickets of ranks that have given up."""
+    daemon = Daemon(folder, config)
+    try:
+        daemon.wait_for()
+        yield daemon
+    finally:
+        daemon.kill()
+
+
 def attach(rank: int, world_size: int, endpoints: list[str], options: dict[str, Any]) -> Any:
     """What an attach comes to: "attached", or the error's code and some of its fields."""
     identity = options.get("identity", {}).get(rank)
@@ -125,13 +138,13 @@ def attach(rank: int, world_size: int, endpoints: list[str], options: dict[str, 
 @pytest.mark.parametrize("engram", [{"placement": "cpu"}, {"placement": "cpu", "replication": "none"}])
 def test_split_tables_are_refused_on_all_ranks(folder: Path, checkpoint: Path, engram: dict[str, str]) -> None:
     config = {"model_path": str(checkpoint), "engram_config": engram, "tp_size": 2}
-    with running(folder, config) as daemon:
+    with serving(folder, config) as daemon:
         assert run_ranks(2, attach, [daemon.endpoint], {}) == [("SplitReadsRefused", {})] * 2
 
 
 def test_one_rank_that_cannot_attach_is_heard_of_by_all(folder: Path, checkpoint: Path) -> None:
     config = {"model_path": str(checkpoint), "engram_config": WHOLE}
-    with running(folder, config) as daemon:
+    with serving(folder, config) as daemon:
         found = run_ranks(3, attach, [daemon.endpoint], {"identity": {1: {1: "0" * 32}}})
     other = "OtherRankFailed", {"cause_code": "IdentityMismatch"}
     assert found == [other, ("IdentityMismatch", {"differing": ["root"]}), other]
@@ -156,6 +169,6 @@ def test_ranks_of_daemons_with_other_tables_are_refused(folder: Path) -> None:
 
 def test_without_a_group_of_its_ranks_a_client_is_told_so(folder: Path, checkpoint: Path) -> None:
     config = {"model_path": str(checkpoint), "engram_config": WHOLE}
-    with running(folder, config) as daemon, pytest.raises(GroupInvalid) as caught:
+    with serving(folder, config) as daemon, pytest.raises(GroupInvalid) as caught:
         connect(daemon.endpoint, rank=0, world_size=2, split_reads=True)
     assert (caught.value.found, caught.value.world_size) == (1, 2)
