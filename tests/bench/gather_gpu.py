@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
-import importlib.util
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from engram_client.layout import ROW_BYTES, RowFormat
 from engram_client.lookup.kernels import Gather, Kernels
 from engram_client.lookup.packing import Ids, Out, Part, Source
 from engram_client.lookup.shapes import Memory
+from tests.bench.gpu_support import sglang_kernel
 
 COLUMNS = 24
 TEXT_REPEATS = 0.36  # of the ids in a chunk of 8,192 tokens of mixed documents
@@ -152,17 +152,6 @@ class Lookup:
     def __call__(self, ids: torch.Tensor, out: torch.Tensor, *, ordered: bool) -> None:
         workspace = self.workspace.data_ptr() if ordered else 0
         self.gather(ids_of(ids), [Out(out.data_ptr())], torch.cuda.current_stream().cuda_stream, workspace)
-
-
-def sglang_kernel(path: Path | None) -> Any:
-    if path is None:
-        return None
-    spec = importlib.util.spec_from_file_location("sglang_engram_gather", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def arms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import statistics
 import subprocess
 import tempfile
@@ -48,6 +49,18 @@ class Results:
         self._file.flush()
         of = "" if ranks is None else f"{ranks} ranks"
         print(f"{name:58s} {value:12.4g} {unit:6s} {of:7s} {note}", flush=True)
+
+
+def sglang_kernel(path: Path | str | None) -> Any:
+    """The module of SGLang's engram_gather.py; None without a path. Raises SystemExit."""
+    if not path:
+        return None
+    spec = importlib.util.spec_from_file_location("sglang_engram_gather", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def driver_version() -> str:

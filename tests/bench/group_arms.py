@@ -6,7 +6,6 @@ read at once, their GPUs begin each replay together.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from engram_client.lookup import collective as assembling
 from engram_client.lookup import split as splitting
 from engram_client.lookup.cuda import GpuRows
 from engram_server import generate
-from tests.bench.gpu_support import ColumnIds, replay_us
+from tests.bench.gpu_support import ColumnIds, replay_us, sglang_kernel
 from tests.support.reference import dequantise
 
 LAYER, SEED = 1, 0
@@ -220,18 +219,6 @@ def gpu_rows(table: Any) -> GpuRows:
 
 
 # SGLang's kernels, on the same memory
-
-
-def sglang_kernel(path: str) -> Any:
-    """Its module; None without a path."""
-    if not path:
-        return None
-    spec = importlib.util.spec_from_file_location("sglang_engram_gather", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def sglang_peer_arm(seat: Seat, local: GpuRows) -> Callable[[torch.Tensor], Launch] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,15 +10,14 @@ import torch
 import torch.distributed as dist
 
 from engram_client.errors import CountsInvalid, GroupInvalid, GroupRankMismatch, IdsDtypeInvalid, IdsShapeInvalid
-from engram_client.layout import RowFormat, TableGeometry, shard, whole
+from engram_client.layout import RowFormat, shard, whole
 from engram_client.lookup.checks import Invalid
 from engram_client.lookup.collective import ShardedLookup
 from engram_client.lookup.cpu import SegmentRows
+from tests.support.batches import GEOMETRY, ROWS, batch, stored_rows
 from tests.support.ranks import RankFailed, run_ranks
-from tests.support.tables import dequantised, packed_of, planar_of, random_table, reference_gather
+from tests.support.tables import dequantised, packed_of, planar_of, random_table
 
-GEOMETRY = TableGeometry(layer_id=1, columns=tuple(range(31, 31 + 24)))
-ROWS = GEOMETRY.rows
 PACKED, PLANAR = RowFormat.PACKED, RowFormat.PLANAR
 
 
@@ -35,19 +33,9 @@ def opened(rank: int, world_size: int) -> ShardedLookup:
     return ShardedLookup(None, rank, world_size, GEOMETRY, segment(rank, world_size, (PACKED, PLANAR)[rank % 2]))
 
 
-def batch(tokens: int, seed: int) -> torch.Tensor:
-    """Hashed ids `[tokens, 24]` with padding, zeros and ids that name no row of their column among them."""
-    generator = np.random.default_rng(seed)
-    ids = np.stack([generator.integers(low, high, tokens) for low, high in pairwise(GEOMETRY.column_starts)], axis=1)
-    odd = generator.choice([0, -1, -(2**63), 1, ROWS - 1, ROWS, ROWS + 1, 2**62], ids.shape)
-    return torch.from_numpy(np.where(generator.random(ids.shape) < 0.1, odd, ids))
-
-
 def expected(ids: torch.Tensor, hashed: bool) -> tuple[np.ndarray, Invalid]:
-    values, scales = random_table(ROWS)
-    starts = list(GEOMETRY.column_starts) if hashed else None
-    packed, offence = reference_gather(values, scales, ids.numpy(), (0, ROWS), starts)
-    return dequantised(packed), Invalid(*offence)
+    packed, invalid = stored_rows(ids, hashed)
+    return dequantised(packed), invalid
 
 
 def check(table: ShardedLookup, ids: torch.Tensor, hashed: bool, **how: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engram_client.errors import CountsInvalid, GroupInvalid, GroupRankMismatch, IdsShapeInvalid, OutInvalid
-from engram_client.layout import RowFormat, TableGeometry, whole
-from engram_client.lookup.checks import Found, Invalid
+from engram_client.layout import RowFormat, whole
+from engram_client.lookup.checks import Found
 from engram_client.lookup.cpu import SegmentRows
 from engram_client.lookup.split import SplitLookup
+from tests.support.batches import GEOMETRY, ROWS, batch, stored_rows
 from tests.support.ranks import run_ranks
-from tests.support.tables import dequantised, packed_of, random_table, reference_gather
-
-GEOMETRY = TableGeometry(layer_id=1, columns=tuple(range(31, 31 + 24)))
-ROWS = GEOMETRY.rows
+from tests.support.tables import dequantised, packed_of, random_table
 
 
 class Watched(SegmentRows):
@@ -41,23 +38,8 @@ def opened(rank: int, world_size: int) -> tuple[SplitLookup, Watched]:
     return SplitLookup(None, rank, world_size, GEOMETRY, local), local
 
 
-def batch(tokens: int, seed: int) -> torch.Tensor:
-    """Hashed ids `[tokens, 24]` with padding, zeros and ids that name no row of their column among them."""
-    generator = np.random.default_rng(seed)
-    ids = np.stack([generator.integers(low, high, tokens) for low, high in pairwise(GEOMETRY.column_starts)], axis=1)
-    odd = generator.choice([0, -1, -(2**63), 1, ROWS - 1, ROWS, ROWS + 1, 2**62], ids.shape)
-    return torch.from_numpy(np.where(generator.random(ids.shape) < 0.1, odd, ids))
-
-
-def reference(ids: torch.Tensor, hashed: bool) -> tuple[np.ndarray, Invalid]:
-    values, scales = random_table(ROWS)
-    starts = list(GEOMETRY.column_starts) if hashed else None
-    packed, offence = reference_gather(values, scales, ids.numpy(), (0, ROWS), starts)
-    return packed, Invalid(*offence)
-
-
 def check(table: SplitLookup, ids: torch.Tensor, hashed: bool, **how: Any) -> None:
-    packed, invalid = reference(ids, hashed)
+    packed, invalid = stored_rows(ids, hashed)
     rows = dequantised(packed)
     out = torch.full((*ids.shape, 256), 5.0, dtype=torch.bfloat16)
     values = torch.full((*ids.shape, 256), 7, dtype=torch.uint8)
@@ -160,7 +142,7 @@ def test_wrong_arguments_are_refused_and_the_group_goes_on() -> None:
 @given(tokens=st.integers(1, 9), pieces=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), seed=st.integers(0, 99))
 def test_pieces_are_put_together_in_the_order_of_the_ids(tokens: int, pieces: int, seed: int) -> None:
     local, ids = Watched(), batch(tokens, seed)
-    packed, invalid = reference(ids, True)
+    packed, invalid = stored_rows(ids, True)
     received = np.concatenate(np.split(packed, pieces, axis=1), axis=None)
     out = torch.empty(tokens, 24, 256, dtype=torch.bfloat16)
     assert local.assemble(torch.from_numpy(received), ids, out, pieces=pieces, hashed=True) == invalid
