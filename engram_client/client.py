@@ -67,20 +67,20 @@ def connect(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> MappedClient:
     """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
-    if not 0 <= rank < world_size:
-        raise RankInvalid(rank=rank, world_size=world_size)
-    request = Attach(
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
-        layers=None if layers is None else tuple(layers),
-        identity=_identities(identity or {}),
-        roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
-        wait=timeout > 0,
-    )
     nodes = Nodes(endpoint, handover, rank, world_size, group, split_reads)
     try:
+        if not 0 <= rank < world_size:
+            raise RankInvalid(rank=rank, world_size=world_size)
+        request = Attach(
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
+            layers=None if layers is None else tuple(layers),
+            identity=_identities(identity or {}),
+            roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
+            wait=timeout > 0,
+        )
         return _open(endpoint, handover, request, timeout, on_progress, nodes, group, strict)
     except Exception as error:
         nodes.give_up(error)

@@ -127,7 +127,7 @@ def attach(rank: int, world_size: int, endpoints: list[str], options: dict[str, 
             world_size=world_size,
             split_reads=True,
             identity=identity,
-            timeout=30,
+            timeout=options.get("timeout", 30),
         ) as client:
             client.table(1).lookup(torch.arange(24))
             return "attached"
@@ -148,6 +148,29 @@ def test_one_rank_that_cannot_attach_is_heard_of_by_all(folder: Path, checkpoint
         found = run_ranks(3, attach, [daemon.endpoint], {"identity": {1: {1: "0" * 32}}})
     other = "OtherRankFailed", {"cause_code": "IdentityMismatch"}
     assert found == [other, ("IdentityMismatch", {"differing": ["root"]}), other]
+
+
+def test_one_rank_whose_daemon_serves_no_whole_tables_is_heard_of_by_all(folder: Path, checkpoint: Path) -> None:
+    model = {"model_path": str(checkpoint), "tp_size": 2}
+    daemons = [
+        Daemon(folder / kind, {**model, "engram_config": {"placement": "cpu", "replication": kind}})
+        for kind in ("per_node", "none")
+    ]
+    try:
+        for daemon in daemons:
+            daemon.wait_for()
+        found = run_ranks(2, attach, [daemon.endpoint for daemon in daemons], {})
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+    assert found == [("OtherRankFailed", {"cause_code": "SplitReadsRefused"}), ("SplitReadsRefused", {})]
+
+
+def test_one_rank_without_a_daemon_is_heard_of_by_all(folder: Path, checkpoint: Path) -> None:
+    config = {"model_path": str(checkpoint), "engram_config": WHOLE}
+    with running(folder, config) as daemon:
+        found = run_ranks(2, attach, [daemon.endpoint, "ipc:///nowhere/control.sock"], {"timeout": 1})
+    assert found == [("OtherRankFailed", {"cause_code": "NoServer"}), ("NoServer", {})]
 
 
 def test_ranks_of_daemons_with_other_tables_are_refused(folder: Path) -> None:

@@ -54,6 +54,18 @@ def test_a_rank_that_fails_before_it_attaches_speaks_through_its_own_gpu(met: li
     assert [(said.code, ordinal) for said, ordinal in met] == [(failed.value.code, 3)]
 
 
+@pytest.mark.parametrize(
+    ("rank", "layers", "code"), [(1, None, "NoServer"), (9, None, "RankInvalid"), (1, 14, "InternalError")]
+)
+def test_ranks_that_split_reads_hear_of_one_that_fails_whatever_a_daemon_says(
+    met: list[tuple[Failed, int | None]], rank: int, layers: Any, code: str
+) -> None:
+    """They know by themselves that all of them meet: else they would wait for it as long as the group's timeout."""
+    with pytest.raises((EngramError, TypeError)):
+        connect("ipc:///nowhere/control.sock", rank=rank, world_size=4, layers=layers, timeout=0, split_reads=True)
+    assert [said.code for said, _ in met] == [code]
+
+
 def test_a_rank_that_names_no_device_there_is_speaks_through_the_current_gpu(
     met: list[tuple[Failed, int | None]],
 ) -> None:
