@@ -20,6 +20,7 @@ from engram_client.errors import (
     ClientClosed,
     ForkedClient,
     IdsShapeInvalid,
+    InvalidIds,
     RankInvalid,
     UnknownLayer,
 )
@@ -308,12 +309,19 @@ class MappedClient:
         shape = (len(tables), tokens, width, ROW_VALUES)
         out = torch.empty(shape, dtype=torch.bfloat16, device=ids.device)
         split = tokens * width >= tables[0].splits_from
-        if split or self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
-            for index, table in enumerate(tables):
-                table.lookup(ids[:, index], out[index], hashed=hashed)
-        else:
-            for table in tables:
-                table.count(ids.numel() // len(tables))
+        at_once = not split and self._gpu is not None and self._gpu.lookup_all(tables, ids, out, hashed)
+        refused: InvalidIds | None = None
+        for index, table in enumerate(tables):
+            try:
+                if at_once:
+                    table.count(tokens * width)
+                    table.refuse_counted()
+                else:
+                    table.lookup(ids[:, index], out[index], hashed=hashed)
+            except InvalidIds as error:  # raised when all is done: other ranks may wait for this one at the next table
+                refused = refused or error
+        if refused is not None:
+            raise refused
         return out
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from engram_client import connect
 from engram_client.cuda.access import DRIVER_VARIABLE
-from engram_client.errors import EngramError, GroupInvalid
+from engram_client.errors import EngramError, GroupInvalid, InvalidIds
 from tests.support import fake_runtime
 from tests.support.asking import Asking, hashed_ids
 from tests.support.daemon import Daemon, running
@@ -101,6 +101,51 @@ def test_larger_batches_are_read_in_parts_and_smaller_ones_in_one_launch(folder:
             assert more == more_again == ["gather_raw_w8_r1", "dequantise_exchanged"]
             assert len(few_of_all) == 1
             assert all_of_them == 2 * more
+
+
+def refuse_at_different_times(rank: int, world_size: int, endpoint: str, checkpoint: str, gpus: int) -> None:
+    device = "cpu"
+    if gpus:
+        on_fake({"gpus": gpus})
+        device = f"cuda:{rank}"
+    reference = CheckpointReference(Path(checkpoint))
+    with connect(
+        endpoint, rank=rank, world_size=world_size, device=device, split_reads=True, strict=rank == 0
+    ) as client:
+        asking = Asking(client, reference, torch.device("cpu"), lambda: None)
+        both = torch.stack([hashed_ids(client.table(layer).columns, 5, seed=3) for layer in client.layers], dim=1)
+        bad = both.clone()
+        bad[2] = 2**40
+
+        def refused(ask: Callable[[], Any]) -> None:
+            """By rank 0 alone, which has counted an invalid id, as kernels of one rank are done before another's."""
+            if rank:
+                ask()
+                return
+            if gpus:
+                client.table(1).local.lookup(torch.tensor([2**41]), hashed=False)  # type: ignore[attr-defined]
+            with pytest.raises(InvalidIds):
+                ask()
+
+        table, ids, wrong = client.table(1), both[:, 0], both[:, 0] if gpus else bad[:, 0]
+        asked: list[Callable[[], Any]] = [
+            lambda: table.lookup(wrong, hashed=True),
+            lambda: table.lookup(wrong, hashed=True, out=torch.empty(5, 24, 256, dtype=torch.bfloat16)),
+            lambda: table.lookup(wrong, hashed=True, raw=True),
+            lambda: table.prefetch(wrong, hashed=True).wait(),
+            lambda: client.lookup_all(both if gpus else bad, hashed=True),
+        ]
+        for ask in asked:
+            refused(ask)
+            asking.same(table.lookup(ids, hashed=True), 1, ids, True)  # both are at the same place again
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_strict_rank_that_raises_has_done_its_part_for_the_others(folder: Path, checkpoint: Path, gpus: int) -> None:
+    config = {"model_path": str(checkpoint), "engram_config": WHOLE}
+    environ = FAKE | {"ENGRAM_FAKE_CUDA": json.dumps({"gpus": gpus})} if gpus else {}
+    with running(folder, config, environ=environ) as daemon:
+        run_ranks(2, refuse_at_different_times, daemon.endpoint, str(checkpoint), gpus, timeout_s=60)
 
 
 # Attaching together
