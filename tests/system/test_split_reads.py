@@ -14,22 +14,14 @@ import pytest
 import torch
 
 from engram_client import connect
-from engram_client.cuda.access import DRIVER_VARIABLE
 from engram_client.errors import EngramError, GroupInvalid, InvalidIds
-from tests.support import fake_runtime
 from tests.support.asking import Asking, hashed_ids
 from tests.support.daemon import Daemon, running
+from tests.support.fake_runtime import FAKE, on_fake
 from tests.support.ranks import run_ranks
 from tests.support.reference import CheckpointReference
 
-FAKE = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver"}
 WHOLE = {"placement": "cpu", "replication": "per_node"}
-
-
-def on_fake(machine: dict[str, Any]) -> None:
-    """Makes this process one on the fake machine."""
-    os.environ.update(FAKE, ENGRAM_FAKE_CUDA=json.dumps(machine))
-    fake_runtime.install()
 
 
 def ask_everything(rank: int, world_size: int, endpoint: str, checkpoint: str, gpus: int) -> int:
@@ -172,6 +164,7 @@ def attach(rank: int, world_size: int, endpoints: list[str], options: dict[str, 
             world_size=world_size,
             split_reads=True,
             identity=identity,
+            layers=options.get("layers", {}).get(rank),
             timeout=options.get("timeout", 30),
         ) as client:
             client.table(1).lookup(torch.arange(24))
@@ -211,9 +204,18 @@ def test_one_rank_whose_daemon_serves_no_whole_tables_is_heard_of_by_all(folder:
     assert found == [("OtherRankFailed", {"cause_code": "SplitReadsRefused"}), ("SplitReadsRefused", {})]
 
 
+def test_ranks_that_ask_for_other_layers_are_refused(folder: Path, checkpoint: Path) -> None:
+    """A lookup of a layer that one rank lacks would wait for it."""
+    config = {"model_path": str(checkpoint), "engram_config": WHOLE}
+    with serving(folder, config) as daemon:
+        found = run_ranks(2, attach, [daemon.endpoint], {"layers": {1: [1]}})
+    assert [code for code, _ in found] == ["NodesDiffer"] * 2
+    assert "layers" in found[0][1]["differing"]
+
+
 def test_one_rank_without_a_daemon_is_heard_of_by_all(folder: Path, checkpoint: Path) -> None:
     config = {"model_path": str(checkpoint), "engram_config": WHOLE}
-    with running(folder, config) as daemon:
+    with serving(folder, config) as daemon:
         found = run_ranks(2, attach, [daemon.endpoint, "ipc:///nowhere/control.sock"], {"timeout": 1})
     assert found == [("OtherRankFailed", {"cause_code": "NoServer"}), ("NoServer", {})]
 
