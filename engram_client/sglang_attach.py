@@ -82,7 +82,7 @@ def client_of_process(settings: Settings, place: Place, group: Any, *, remember_
     """The client that all layers of this process share, attached at the first call.
 
     A client whose daemon has gone serves the layers that have it; a model that is built later gets a new one, but
-    for one that reads across nodes.
+    where ranks read across nodes or split reads.
     remember_failure: the next layer fails at once, instead of waiting for the same absent daemon again.
     Raises what `engram_client.connect` raises.
     """

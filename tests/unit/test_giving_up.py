@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engram_client import connect, group, nodes
-from engram_client.errors import EngramError, UnknownLayer
+from engram_client.errors import EngramError, NoServer, UnknownLayer
 from engram_client.nodes import Nodes
 from engram_client.protocol import (
     Failed,
@@ -64,6 +64,17 @@ def test_ranks_that_split_reads_hear_of_one_that_fails_whatever_a_daemon_says(
     with pytest.raises((EngramError, TypeError)):
         connect("ipc:///nowhere/control.sock", rank=rank, world_size=4, layers=layers, timeout=0, split_reads=True)
     assert [said.code for said, _ in met] == [code]
+
+
+def test_a_rank_of_sglang_without_a_daemon_tells_those_that_split_reads(met: list[tuple[Failed, int | None]]) -> None:
+    """It asks for the daemon's state before it connects, and must not end there."""
+    from engram_client import sglang_attach
+
+    settings = sglang_attach.Settings("ipc:///nowhere/control.sock", None, 0.0, split_reads=True)
+    place = sglang_attach.Place(1, 4, "cpu")
+    with pytest.raises(NoServer):
+        sglang_attach.client_of_process(settings, place, None, remember_failure=False)
+    assert [said.code for said, _ in met] == ["NoServer"]
 
 
 def test_a_rank_that_names_no_device_there_is_speaks_through_the_current_gpu(
