@@ -133,7 +133,19 @@ class Nodes:
     def compare(self, attached: Attached) -> None:
         """Whether all ranks have the same tables, of which each is about to read parts for the others. Raises, on all
         ranks, NodesDiffer, OtherRankFailed or ExchangeFailed."""
-        mine = Offer(rank=self._rank, options=attached.options, tables=_own(attached, self._rank), handles=())
+        import torch
+
+        from engram_client.lookup.split import splits_from
+        from engram_client.lookup.wire import Wire
+
+        device = torch.device("cpu" if self.ordinal is None else "cuda")
+        mine = Offer(
+            rank=self._rank,
+            options=attached.options,
+            tables=_own(attached, self._rank),
+            handles=(),
+            splits_from=splits_from(Wire(self._group, self._rank, self._world_size, device)),
+        )
         check_equal([cast("Offer", message) for message in self._meet(mine)])
         self._next = _Next.AGREEMENT
 
@@ -304,6 +316,7 @@ def _compared(offer: Offer) -> dict[str, Any]:
     """What must be equal on all ranks, by a name that a person can follow."""
     options: ResolvedOptions = msgspec.structs.replace(offer.options, node_rank=0)
     compared: dict[str, Any] = msgspec.to_builtins(options)
+    compared["splits_from"] = offer.splits_from
     compared["layers"] = [table.geometry.layer_id for table in offer.tables]
     for table in offer.tables:
         name = f"layer {table.geometry.layer_id}"
