@@ -35,7 +35,7 @@ class Pending(Protocol):
         """The rows, bfloat16 `[*ids.shape, 256]`; a second call gives the same.
 
         On a GPU the current stream waits, not the caller. Exchanges between ranks run here, so where lookups
-        are collective this is too. Raises as `lookup` does.
+        are collective this is too, and all ranks wait for their prefetches in the same order. Raises as `lookup` does.
         """
         ...
 
@@ -110,7 +110,8 @@ class Table(Protocol):
         of tokens (rows of ids' first dimension) of every rank, exchanged when not given.
 
         A collective where shards are assembled by one: every rank of the group calls it, those without
-        tokens too. With split reads so is every larger batch of tokens that all ranks share.
+        tokens too. With split reads so is every larger batch of tokens that all ranks share. Collectives come in the
+        same order on all ranks; a strict client takes part before it raises InvalidIds.
 
         Raises IdsDtypeInvalid, IdsDeviceInvalid, IdsShapeInvalid, OutInvalid, CountsInvalid, InvalidIds
         (strict), ClientClosed or ForkedClient.
@@ -128,7 +129,8 @@ class Table(Protocol):
         """Starts a lookup beside the caller's work: on a GPU on the client's side stream and on few
         multiprocessors, on the CPU in a thread. `ids` must not change before `wait()`.
 
-        On a GPU the rows lie in a buffer of this table, at the same address each time, until its next prefetch.
+        On a GPU the rows lie in a buffer of this table, at the same address each time, until its next prefetch; rows
+        that an exchange brings together are a tensor of their own.
         Both calls can be captured in a CUDA graph, in the same one; prefetch as many ids eagerly before, so
         that the buffer is not the graph's. torch.compile breaks its graph at either. Raises as `lookup` does.
         """
@@ -231,8 +233,9 @@ class Connect(Protocol):
         identity: tables demanded, by layer id: a TableIdentity, or the root's 32 hex digits.
         strict: invalid ids raise InvalidIds instead of giving zero rows.
         split_reads: for placement cpu with replication per_node, on all ranks or none. Where ranks pass equal ids
-            (tokens "same") each reads a part of a larger batch over its own link, and an all-gather of `group` brings
-            the parts together; such lookups are then collectives. Best among GPUs of one node that NVLink connects.
+            (tokens "same") each reads a part of a larger batch (on GPUs with NCCL 1,024 ids, else any) over its own
+            link, and an all-gather of `group` brings the parts together; such lookups are then collectives. Best among
+            GPUs of one node that NVLink connects.
         handover: path of the descriptor socket, where the daemon was configured with one.
         name: shown in `engram-ctl status`; None = the program's name.
         on_progress: called with every Progress while the daemon loads.

@@ -20,6 +20,7 @@ from engram_client.errors import (
     ClientClosed,
     ForkedClient,
     IdsShapeInvalid,
+    InvalidIds,
     RankInvalid,
     UnknownLayer,
 )
@@ -67,20 +68,20 @@ def connect(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> MappedClient:
     """Attaches to the daemon at `endpoint` and maps its tables: see `engram_client.api.Connect`."""
-    if not 0 <= rank < world_size:
-        raise RankInvalid(rank=rank, world_size=world_size)
-    request = Attach(
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
-        layers=None if layers is None else tuple(layers),
-        identity=_identities(identity or {}),
-        roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
-        wait=timeout > 0,
-    )
     nodes = Nodes(endpoint, handover, rank, world_size, group, split_reads)
     try:
+        if not 0 <= rank < world_size:
+            raise RankInvalid(rank=rank, world_size=world_size)
+        request = Attach(
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            name=_printable(name or os.path.basename(sys.argv[0] or sys.executable)),
+            layers=None if layers is None else tuple(layers),
+            identity=_identities(identity or {}),
+            roots={str(layer): d for layer, d in (identity or {}).items() if isinstance(d, str)},
+            wait=timeout > 0,
+        )
         return _open(endpoint, handover, request, timeout, on_progress, nodes, group, strict)
     except Exception as error:
         nodes.give_up(error)
@@ -308,12 +309,19 @@ class MappedClient:
         shape = (len(tables), tokens, width, ROW_VALUES)
         out = torch.empty(shape, dtype=torch.bfloat16, device=ids.device)
         split = tokens * width >= tables[0].splits_from
-        if split or self._gpu is None or not self._gpu.lookup_all(tables, ids, out, hashed):
-            for index, table in enumerate(tables):
-                table.lookup(ids[:, index], out[index], hashed=hashed)
-        else:
-            for table in tables:
-                table.count(ids.numel() // len(tables))
+        at_once = not split and self._gpu is not None and self._gpu.lookup_all(tables, ids, out, hashed)
+        refused: InvalidIds | None = None
+        for index, table in enumerate(tables):
+            try:
+                if at_once:
+                    table.count(tokens * width)
+                    table.refuse_counted()
+                else:
+                    table.lookup(ids[:, index], out[index], hashed=hashed)
+            except InvalidIds as error:  # raised when all is done: other ranks may wait for this one at the next table
+                refused = refused or error
+        if refused is not None:
+            raise refused
         return out
 
     def check(self) -> None:

@@ -109,8 +109,6 @@ class Nodes:
         Raises GroupNeeded, GroupInvalid, GroupRankMismatch or SplitReadsRefused.
         """
         self._next = _Next.NOTHING
-        if self.split_reads and not options.whole_in_host_memory:
-            raise SplitReadsRefused(placement=options.placement, replication=options.replication)
         if not self.split_reads and not options.reads_across_nodes:
             return False
         from engram_client import group as groups  # brings torch, which a rank has
@@ -119,6 +117,8 @@ class Nodes:
             raise GroupNeeded(nnodes=options.nnodes)
         if self._is_for(options):  # also when this rank is not the one it says: the others need not know
             self._next = _Next.OFFERS
+        if self.split_reads and not options.whole_in_host_memory:  # maybe here alone, while others' daemons serve both
+            raise SplitReadsRefused(placement=options.placement, replication=options.replication)
         groups.check(self._group, self._rank, self._world_size)
         return True
 
@@ -126,14 +126,26 @@ class Nodes:
         """Whether the group is one whose ranks meet: who is in another cannot come to the collectives of this."""
         from engram_client import group as groups
 
-        if self.split_reads:
-            return options.whole_in_host_memory and groups.size(self._group) == self._world_size
+        if self.split_reads:  # the ranks' own wish, whatever their daemons say
+            return groups.size(self._group) == self._world_size
         return options.reads_across_nodes and groups.size(self._group) == options.tp_size
 
     def compare(self, attached: Attached) -> None:
         """Whether all ranks have the same tables, of which each is about to read parts for the others. Raises, on all
         ranks, NodesDiffer, OtherRankFailed or ExchangeFailed."""
-        mine = Offer(rank=self._rank, options=attached.options, tables=_own(attached, self._rank), handles=())
+        import torch
+
+        from engram_client.lookup.split import splits_from
+        from engram_client.lookup.wire import Wire
+
+        device = torch.device("cpu" if self.ordinal is None else "cuda")
+        mine = Offer(
+            rank=self._rank,
+            options=attached.options,
+            tables=_own(attached, self._rank),
+            handles=(),
+            splits_from=splits_from(Wire(self._group, self._rank, self._world_size, device)),
+        )
         check_equal([cast("Offer", message) for message in self._meet(mine)])
         self._next = _Next.AGREEMENT
 
@@ -179,8 +191,9 @@ class Nodes:
             return False
         from engram_client import group as groups
 
-        if groups.size(self._group) < 2:
-            return False
+        size = groups.size(self._group)
+        if size < 2 or self.split_reads:
+            return size > 1 and size == self._world_size
         with contextlib.suppress(EngramError):  # what it said before counts when it is gone
             self._options = query_status(self._endpoint, timeout=0, handover=self._handover).options or self._options
         return self._options is not None and self._is_for(self._options)
@@ -303,6 +316,7 @@ def _compared(offer: Offer) -> dict[str, Any]:
     """What must be equal on all ranks, by a name that a person can follow."""
     options: ResolvedOptions = msgspec.structs.replace(offer.options, node_rank=0)
     compared: dict[str, Any] = msgspec.to_builtins(options)
+    compared["splits_from"] = offer.splits_from
     compared["layers"] = [table.geometry.layer_id for table in offer.tables]
     for table in offer.tables:
         name = f"layer {table.geometry.layer_id}"

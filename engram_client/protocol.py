@@ -266,6 +266,8 @@ class Offer(_Message, frozen=True, tag="offer"):
     tables: tuple[TableInfo, ...]
     """With the rank's own segments."""
     handles: tuple[FabricHandle, ...]
+    splits_from: int = 0
+    """Ids from which on this rank takes a lookup for one whose reads are split; 0 where none are."""
 
 
 Request = Attach | Status | Report | SetLogLevel | Verify | Evict | Drain

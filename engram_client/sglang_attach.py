@@ -82,14 +82,15 @@ def client_of_process(settings: Settings, place: Place, group: Any, *, remember_
     """The client that all layers of this process share, attached at the first call.
 
     A client whose daemon has gone serves the layers that have it; a model that is built later gets a new one, but
-    for one that reads across nodes.
+    where ranks read across nodes or split reads.
     remember_failure: the next layer fails at once, instead of waiting for the same absent daemon again.
     Raises what `engram_client.connect` raises.
     """
     key = settings, place
     known = _clients.get(key)
     # Ranks that read across nodes, or for each other, attach together: none of them may decide that by itself.
-    if known is not None and (known.server_alive or known.options.reads_across_nodes or settings.split_reads):
+    together = settings.split_reads and place.world_size > 1
+    if known is not None and (known.server_alive or known.options.reads_across_nodes or together):
         return known
     if key in _failures:
         raise _failures[key]
@@ -106,17 +107,24 @@ def client_of_process(settings: Settings, place: Place, group: Any, *, remember_
 
 
 def _attach(settings: Settings, place: Place, group: Any) -> Client:
-    status = query_status(settings.endpoint, timeout=settings.timeout_s, handover=settings.handover)
-    loading = status.state in (State.STARTING, State.LOADING)
-    if loading:
-        logger.info("%s the daemon at %s is %s; waiting for it", LINE, settings.endpoint, status.state)
+    timeout = settings.timeout_s
+    try:
+        status = query_status(settings.endpoint, timeout=timeout, handover=settings.handover)
+    except EngramError:
+        if not settings.split_reads:
+            raise
+        timeout = 0.0  # the others wait in connect() to hear of it; it fails at once, and tells them
+    else:
+        if status.state in (State.STARTING, State.LOADING):
+            logger.info("%s the daemon at %s is %s; waiting for it", LINE, settings.endpoint, status.state)
+            timeout = LOAD_LIMIT_S
     return clients.connect(
         settings.endpoint,
         rank=place.rank,
         world_size=place.world_size,
         device=place.device,
         group=group,
-        timeout=LOAD_LIMIT_S if loading else settings.timeout_s,
+        timeout=timeout,
         split_reads=settings.split_reads,
         handover=settings.handover,
         name=f"sglang rank {place.rank}",

@@ -69,6 +69,11 @@ class MappedTable:
         """Ids from which on a lookup is shared out among the ranks."""
         self._lookup: ShardedLookup | SplitLookup
         alone = whole or world_size == 1
+        together = world_size > 1 and (split or not whole)
+        self._refuses_before = strict and not together
+        self._refuses_after = strict and together
+        """Where lookups may be collectives a rank joins them before it raises what was counted since the last one: the
+        others, whose kernels may come to the invalid ids later, join too."""
         again = local.lookup_again if alone and isinstance(local, GpuRows) else None
         if split and world_size > 1:
             self._lookup = SplitLookup(group, rank, world_size, info.geometry, local)
@@ -146,10 +151,12 @@ class MappedTable:
             return self._compiled(ids, out, hashed, tokens, counts, raw)
         if self._again is not None and counts is None and not raw and isinstance(out, Tensor):
             self._check_usable(self._name)
-            if self._strict:
-                self._refuse_counted()
+            if self._refuses_before:
+                self.refuse_counted()
             if self._again(ids, out, hashed):
                 self.count(ids.numel())
+                if self._refuses_after:
+                    self.refuse_counted()
                 return out
         if raw:
             return RawRows(*self.lookup_raw_now(ids, out, hashed=hashed, tokens=tokens, counts=counts))
@@ -183,8 +190,8 @@ class MappedTable:
     ) -> Tensor:
         """The lookup itself, which compiled code calls through an operator."""
         self._check_usable(self._name)
-        if self._strict:
-            self._refuse_counted()
+        if self._refuses_before:
+            self.refuse_counted()
         try:
             found = self._lookup.lookup(ids, out, hashed=hashed, tokens=tokens, counts=counts)
         except ValueError:  # the segment is gone: closed by another thread since the look above?
@@ -205,8 +212,8 @@ class MappedTable:
         counts: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
         self._check_usable(self._name)
-        if self._strict:
-            self._refuse_counted()
+        if self._refuses_before:
+            self.refuse_counted()
         check_ids(ids, self.local.device, hashed, len(self.columns))
         if out is not None and not (isinstance(out, tuple) and len(out) == 2):
             raise OutInvalid(found=type(out).__name__, expected="values and scales, for raw rows")
@@ -229,8 +236,8 @@ class MappedTable:
             begun: PendingRows = eagerly(self.prefetch, ids, hashed=hashed, tokens=tokens, counts=counts)
             return begun
         self._check_usable(self._name)
-        if self._strict:
-            self._refuse_counted()
+        if self._refuses_before:
+            self.refuse_counted()
         finish = self._lookup.prefetch(ids, hashed=hashed, tokens=tokens, counts=counts)
 
         def rows() -> Tensor:
@@ -250,9 +257,10 @@ class MappedTable:
             new, self._seen, self._found = total - self._seen, total, Invalid()
             raise InvalidIds(layer_id=self.layer_id, count=new, first=first.first, position=first.position)
 
-    def _refuse_counted(self) -> None:
-        """For a device that counts by itself: what it has counted since. Never in the middle of a capture."""
-        if self.local.counts_itself and self.invalid_ids > self._seen and not runtime.capturing():
+    def refuse_counted(self) -> None:
+        """For a strict client of a device that counts by itself: raises InvalidIds for what it has counted since. Never
+        in the middle of a capture."""
+        if self._strict and self.local.counts_itself and self.invalid_ids > self._seen and not runtime.capturing():
             self.check()
 
     def count(self, ids: int) -> None:
@@ -267,6 +275,8 @@ class MappedTable:
                 self._found = self._found.then(invalid, 0)
             if self._strict:
                 self.check()
+        if self._refuses_after:
+            self.refuse_counted()
         return found.rows
 
     def close(self) -> None:

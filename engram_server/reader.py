@@ -129,11 +129,12 @@ def is_cached(extents: Sequence[Extent]) -> bool:
     page = bytearray(1)
     for extent in extents:
         try:
+            memory = is_memory(extent.path)
             fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             continue  # the read itself tells it better
         try:
-            if is_memory(extent.path):
+            if memory:
                 hits += _SAMPLES
                 samples += _SAMPLES
                 continue

@@ -156,7 +156,7 @@ class NodesDiffer(ConnectError):
     template = (
         "the daemons of ranks {rank} and {other_rank} (nodes {node} and {other_node}) do not serve the same "
         "tables: {differing} differ: {found} and {other_found}; start all nodes with the same engram.json but for "
-        "node_rank, and the same checkpoint"
+        "node_rank, and the same checkpoint, and ask for the same layers on all ranks"
     )
     rank: int
     node: int

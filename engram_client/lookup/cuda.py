@@ -287,8 +287,8 @@ class GpuRows:
     def _judge(self, work: CountInvalid | Callable[[Ids, int], None], ids: Tensor, hashed: bool) -> None:
         if not ids.numel():
             return
-        view = views.of(views.flat(ids, hashed))
-        ordinal = self.kernels.ordinal
+        flat = views.flat(ids, hashed)  # a copy, if it is one, must live until the launch is enqueued
+        view, ordinal = views.of(flat), self.kernels.ordinal
         with runtime.current(ordinal):
             try:
                 work(view, runtime.current_stream(ordinal))

@@ -25,6 +25,11 @@ SPLIT_FROM_IDS = 1024
 """GPUs on NCCL: for fewer ids the exchange, and the launch after it, cost more than half of the reads."""
 
 
+def splits_from(wire: Wire) -> int:
+    """Ids from which on reads are split. Ranks for which it differs would wait for each other."""
+    return SPLIT_FROM_IDS if wire.direct else 1
+
+
 class _Part(NamedTuple):
     """What this rank reads of a batch."""
 
@@ -56,7 +61,7 @@ class SplitLookup:
         self._local = local
         self._alone = ShardedLookup(group, rank, world_size, geometry, local, whole=True)
         self._wire = Wire(group, rank, world_size, local.device)
-        self.from_ids = SPLIT_FROM_IDS if self._wire.direct else 1
+        self.from_ids = splits_from(self._wire)
         each = self._columns // world_size
         self._mine = None if self._columns % world_size else (each * rank, each * (rank + 1))
 

@@ -28,7 +28,7 @@ from tests.bench.gpu_support import Results, commit_of, dummy_daemon
 from tests.bench.group_arms import LAYER, SEED, Gpus, Report, Task, work
 from tests.bench.group_table import TOKENS, by_group, read_rows
 from tests.support.daemon import Daemon
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 
 SIZES = (2, 4, 8)
 KINDS = ("collective", "peer_read", "per_node")
@@ -44,6 +44,8 @@ class Groups:
     def __init__(self, options: argparse.Namespace, gpus: Gpus, results: Results) -> None:
         self._options, self._gpus, self._results = options, gpus, results
         self._sglang = os.path.abspath(options.sglang) if options.sglang else ""
+        self.failed: list[str] = []
+        """What could not be measured, while the rest was."""
 
     def run(self, sizes: Sequence[int]) -> None:
         kinds = self._options.kinds.split(",")
@@ -76,7 +78,12 @@ class Groups:
     def _measure(self, kind: str, ranks: int, daemon: Daemon, where: str) -> None:
         counts = tuple(int(count) for count in self._options.tokens.split(","))
         task = Task(daemon.endpoint, kind, counts, ATTACHES, self._sglang)
-        reports: list[Report] = run_ranks(ranks, work, self._gpus, task, timeout_s=LIMIT_S)
+        try:
+            reports: list[Report] = run_ranks(ranks, work, self._gpus, task, timeout_s=LIMIT_S)
+        except (RankFailed, TimeoutError) as error:
+            print(f"{kind}, {ranks} ranks: {error}", flush=True)
+            self.failed.append(f"{kind} of {ranks} ranks")
+            return
         attach_ms = [one for report in reports for one in report.attach_ms]
         note = f"all at once, {ATTACHES} times, {where}"
         self._results.add(f"{kind}: attach, median", statistics.median(attach_ms), "ms", note, ranks=ranks)
@@ -121,8 +128,11 @@ def main() -> None:
     options = parser().parse_args()
     sizes = sizes_that_fit(options.ranks, torch.cuda.device_count())
     with closing(Results(options.out, options.commit, "cold")) as results:
-        Groups(options, Gpus(), results).run(sizes)
+        measured = Groups(options, Gpus(), results)
+        measured.run(sizes)
     print(by_group(read_rows(options.out)))
+    if measured.failed:
+        raise SystemExit(f"failed: {', '.join(measured.failed)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ The model: what was measured with two ranks, and what a larger group adds or sav
   24/n rows a token.
 - all-reduce: 2(n-1)/n of T x 24 x 512 bytes, at a rate found likewise; two steps for each rank more.
 - peer_read: (n-1)/n of the rows lie elsewhere, and each costs what it does with 8,192 tokens; reads of a GPU's own
-  memory hide behind them. Others that read meanwhile slow nothing.
+  memory hide behind them. Others that read meanwhile slow nothing more than one other does.
 - host, per_node: every rank reads all rows over a link of its own, and no rank slows another: any group is alike.
 - host, split reads: each rank reads 24/n rows a token, which lie in 1/n of the table, then the all-gather's exchange.
   A read in a smaller table misses fewer translations: its time falls as TRANSLATION_GB_S says, sorted or not, but not

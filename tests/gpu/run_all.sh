@@ -7,10 +7,10 @@
 # Logs and CSV files go to FOLDER (bench-results). A step that fails or is late does not stop the next; the exit
 # status tells. From the environment, with what stands here if not given:
 #   PYTHON=python3            an interpreter with the packages of the extras rank, cuda, server and dev
-#   TEST_LIMIT=180 BENCH_LIMIT=120     seconds; TEST_LIMIT=400 of `two`
+#   TEST_LIMIT=180 BENCH_LIMIT=120     seconds; TEST_LIMIT=1800 of `two`
 #   PREFETCH_GIB=8                                            size of `one`
 #   FULL_GIB=94.4 WAYS=cuda_host,memfd,gpu,shards FULL_LIMIT=480     of `two`: each of two tables
-#   SPLIT_GIB=16 HOST_GIB=90 TOKENS=1,16,128,1024,8192 KINDS=collective,peer_read,per_node GROUPS_LIMIT=480     of `two`
+#   SPLIT_GIB=16 HOST_GIB=90 TOKENS=1,16,128,1024,8192 KINDS=collective,peer_read,per_node GROUPS_LIMIT=900     of `two`
 #   SGLANG=                   sglang's engram_gather.py, for comparison
 #   COMMIT=                   what the CSV files say, where there is no git
 #   LOAD_GIB=16 LOAD_ARGS= LOAD_LIMIT=240                     of `load`: both tables, over all GPUs
@@ -66,9 +66,9 @@ one)
     load_gpu
     ;;
 two)
-    [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-400}" "${tests[@]}" tests/gpu \
+    [[ $parts != *test* ]] || step test_two "${TEST_LIMIT:-1800}" "${tests[@]}" tests/gpu \
         -k "two_gpus or peer or test_groups"
-    [[ $parts != *bench* ]] || step bench_two "${GROUPS_LIMIT:-480}" "$python" -m tests.bench.groups \
+    [[ $parts != *bench* ]] || step bench_two "${GROUPS_LIMIT:-900}" "$python" -m tests.bench.groups \
         --gib "${SPLIT_GIB:-16}" --host-gib "${HOST_GIB:-90}" --tokens "${TOKENS:-1,16,128,1024,8192}" \
         --kinds "${KINDS:-collective,peer_read,per_node}" ${SGLANG:+--sglang "$SGLANG"} \
         --out "$out/groups.csv" "${commit[@]}"

@@ -3,7 +3,6 @@ and a rank that is killed is nobody else's trouble."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,6 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from engram_client import connect  # noqa: E402
 from engram_client.cuda.access import DRIVER_VARIABLE  # noqa: E402
 from engram_client.protocol import State  # noqa: E402
 from tests.gpu.asking_ranks import ask, daemon_of  # noqa: E402
@@ -29,7 +27,7 @@ if os.environ.get(DRIVER_VARIABLE):
 
 DEVICES = torch.cuda.device_count()
 LIMIT_S = 240
-SPLITS = {"split_reads": True} if "split_reads" in inspect.signature(connect).parameters else None
+SPLITS = {"split_reads": True}
 ranks_on_gpus = pytest.mark.parametrize(
     "ranks",
     [
@@ -63,13 +61,7 @@ def rest_of(engram: dict[str, str], ranks: int, host: dict[str, str]) -> dict[st
         (HOST_SHARDS, CUDA_HOST, False, None),
         (WHOLE, MEMFD, False, None),
         (WHOLE, CUDA_HOST, False, None),
-        pytest.param(
-            WHOLE,
-            CUDA_HOST,
-            True,
-            SPLITS,
-            marks=pytest.mark.skipif(SPLITS is None, reason="connect() has no split_reads"),
-        ),
+        (WHOLE, CUDA_HOST, True, SPLITS),
     ],
     ids=[
         *("gpu-nccl", "gpu-gloo", "gpu-peer_read", "gpu-per_node", "cpu-nccl", "cpu-gloo"),

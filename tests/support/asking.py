@@ -107,6 +107,7 @@ class Asking:
             ids.reshape(-1)[::3],
             ids[0, 0],
             ids.view(TOKENS, 12, 2),
+            ids.view(TOKENS, 12, 2).transpose(0, 1),  # which is copied on its way
             ids[:, :2],
             ids.t(),
             ids[:1].expand(4, 24),

@@ -238,8 +238,10 @@ def test_a_bit_that_flips_on_its_way_to_the_gpu_is_found_and_placed(
     [
         "cuMemSetAccess:1",
         "cuMemHostRegister:1",
-        "cuMemcpyHtoDAsync:9",
+        "cuMemcpyHtoDAsync:1",  # of those that make the streams ready
+        "cuMemcpyHtoDAsync:9",  # of rows
         "cuStreamSynchronize:4",
+        "cuStreamSynchronize:12",
         "cuLibraryLoadData:1",
         "cuLaunchKernel:1",
     ],

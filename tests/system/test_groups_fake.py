@@ -6,10 +6,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.bench.gpu_support import ColumnIds, Results
 from tests.bench.group_table import by_group, read_rows, times_of
 from tests.support.daemon import running
 from tests.support.fake_runtime import FAKE, on_fake
+from tests.support.ranks import RankFailed
 from tests.support.reading import one_killed_while_the_others_read
 
 RANKS = 8
@@ -80,6 +82,25 @@ def test_the_benchmark_of_groups_has_every_arm_for_every_size(tmp_path: Path, mo
             assert {(f"{kind}: attach, median", str(size)), (f"{kind}: attach, worst", str(size))} <= others
     table = by_group(rows)
     assert all(f"| {kind}: {name} | {size} |" in table for kind, name in times for size in sizes)
+
+
+def test_a_group_that_fails_does_not_cost_the_others_their_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(ranks: int, *rest: Any, **named: Any) -> list[group_arms.Report]:
+        if ranks == 4:
+            raise RankFailed(1, "out of memory")
+        return [group_arms.Report([1.0], [group_arms.Time(1, "arm", 2.0)])] * ranks
+
+    monkeypatch.setattr(groups, "run_ranks", run_ranks)
+    monkeypatch.setattr(groups.Groups, "_daemon", lambda *given, **named: nullcontext(SimpleNamespace(endpoint="")))
+    options = groups.parser().parse_args(["--kinds", "collective,peer_read"])
+    path = tmp_path / "groups.csv"
+    with closing(Results(path, "none", "cold", gpu="fake")) as results:
+        run = groups.Groups(options, FakeGpus(), results)
+        run.run([2, 4, 8])
+    assert run.failed == ["collective of 4 ranks", "peer_read of 4 ranks"]
+    assert {row["ranks"] for row in read_rows(path)} == {"2", "8"}
 
 
 def test_a_machine_with_fewer_gpus_than_any_group_is_refused() -> None:

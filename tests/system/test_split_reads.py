@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,14 @@ import pytest
 import torch
 
 from engram_client import connect
-from engram_client.cuda.access import DRIVER_VARIABLE
-from engram_client.errors import EngramError, GroupInvalid
-from tests.support import fake_runtime
+from engram_client.errors import EngramError, GroupInvalid, InvalidIds
 from tests.support.asking import Asking, hashed_ids
 from tests.support.daemon import Daemon, running
+from tests.support.fake_runtime import FAKE, on_fake
 from tests.support.ranks import run_ranks
 from tests.support.reference import CheckpointReference
 
-FAKE = {DRIVER_VARIABLE: "tests.support.fake_driver:FakeDriver"}
 WHOLE = {"placement": "cpu", "replication": "per_node"}
-
-
-def on_fake(machine: dict[str, Any]) -> None:
-    """Makes this process one on the fake machine."""
-    os.environ.update(FAKE, ENGRAM_FAKE_CUDA=json.dumps(machine))
-    fake_runtime.install()
 
 
 def ask_everything(rank: int, world_size: int, endpoint: str, checkpoint: str, gpus: int) -> int:
@@ -103,6 +95,51 @@ def test_larger_batches_are_read_in_parts_and_smaller_ones_in_one_launch(folder:
             assert all_of_them == 2 * more
 
 
+def refuse_at_different_times(rank: int, world_size: int, endpoint: str, checkpoint: str, gpus: int) -> None:
+    device = "cpu"
+    if gpus:
+        on_fake({"gpus": gpus})
+        device = f"cuda:{rank}"
+    reference = CheckpointReference(Path(checkpoint))
+    with connect(
+        endpoint, rank=rank, world_size=world_size, device=device, split_reads=True, strict=rank == 0
+    ) as client:
+        asking = Asking(client, reference, torch.device("cpu"), lambda: None)
+        both = torch.stack([hashed_ids(client.table(layer).columns, 5, seed=3) for layer in client.layers], dim=1)
+        bad = both.clone()
+        bad[2] = 2**40
+
+        def refused(ask: Callable[[], Any]) -> None:
+            """By rank 0 alone, which has counted an invalid id, as kernels of one rank are done before another's."""
+            if rank:
+                ask()
+                return
+            if gpus:
+                client.table(1).local.lookup(torch.tensor([2**41]), hashed=False)  # type: ignore[attr-defined]
+            with pytest.raises(InvalidIds):
+                ask()
+
+        table, ids, wrong = client.table(1), both[:, 0], both[:, 0] if gpus else bad[:, 0]
+        asked: list[Callable[[], Any]] = [
+            lambda: table.lookup(wrong, hashed=True),
+            lambda: table.lookup(wrong, hashed=True, out=torch.empty(5, 24, 256, dtype=torch.bfloat16)),
+            lambda: table.lookup(wrong, hashed=True, raw=True),
+            lambda: table.prefetch(wrong, hashed=True).wait(),
+            lambda: client.lookup_all(both if gpus else bad, hashed=True),
+        ]
+        for ask in asked:
+            refused(ask)
+            asking.same(table.lookup(ids, hashed=True), 1, ids, True)  # both are at the same place again
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_a_strict_rank_that_raises_has_done_its_part_for_the_others(folder: Path, checkpoint: Path, gpus: int) -> None:
+    config = {"model_path": str(checkpoint), "engram_config": WHOLE}
+    environ = FAKE | {"ENGRAM_FAKE_CUDA": json.dumps({"gpus": gpus})} if gpus else {}
+    with running(folder, config, environ=environ) as daemon:
+        run_ranks(2, refuse_at_different_times, daemon.endpoint, str(checkpoint), gpus, timeout_s=60)
+
+
 # Attaching together
 
 
@@ -127,7 +164,8 @@ def attach(rank: int, world_size: int, endpoints: list[str], options: dict[str, 
             world_size=world_size,
             split_reads=True,
             identity=identity,
-            timeout=30,
+            layers=options.get("layers", {}).get(rank),
+            timeout=options.get("timeout", 30),
         ) as client:
             client.table(1).lookup(torch.arange(24))
             return "attached"
@@ -148,6 +186,38 @@ def test_one_rank_that_cannot_attach_is_heard_of_by_all(folder: Path, checkpoint
         found = run_ranks(3, attach, [daemon.endpoint], {"identity": {1: {1: "0" * 32}}})
     other = "OtherRankFailed", {"cause_code": "IdentityMismatch"}
     assert found == [other, ("IdentityMismatch", {"differing": ["root"]}), other]
+
+
+def test_one_rank_whose_daemon_serves_no_whole_tables_is_heard_of_by_all(folder: Path, checkpoint: Path) -> None:
+    model = {"model_path": str(checkpoint), "tp_size": 2}
+    daemons = [
+        Daemon(folder / kind, {**model, "engram_config": {"placement": "cpu", "replication": kind}})
+        for kind in ("per_node", "none")
+    ]
+    try:
+        for daemon in daemons:
+            daemon.wait_for()
+        found = run_ranks(2, attach, [daemon.endpoint for daemon in daemons], {})
+    finally:
+        for daemon in daemons:
+            daemon.kill()
+    assert found == [("OtherRankFailed", {"cause_code": "SplitReadsRefused"}), ("SplitReadsRefused", {})]
+
+
+def test_ranks_that_ask_for_other_layers_are_refused(folder: Path, checkpoint: Path) -> None:
+    """A lookup of a layer that one rank lacks would wait for it."""
+    config = {"model_path": str(checkpoint), "engram_config": WHOLE}
+    with serving(folder, config) as daemon:
+        found = run_ranks(2, attach, [daemon.endpoint], {"layers": {1: [1]}})
+    assert [code for code, _ in found] == ["NodesDiffer"] * 2
+    assert "layers" in found[0][1]["differing"]
+
+
+def test_one_rank_without_a_daemon_is_heard_of_by_all(folder: Path, checkpoint: Path) -> None:
+    config = {"model_path": str(checkpoint), "engram_config": WHOLE}
+    with serving(folder, config) as daemon:
+        found = run_ranks(2, attach, [daemon.endpoint, "ipc:///nowhere/control.sock"], {"timeout": 1})
+    assert found == [("OtherRankFailed", {"cause_code": "NoServer"}), ("NoServer", {})]
 
 
 def test_ranks_of_daemons_with_other_tables_are_refused(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engram_client import connect, group, nodes
-from engram_client.errors import EngramError, UnknownLayer
+from engram_client.errors import EngramError, NoServer, UnknownLayer
 from engram_client.nodes import Nodes
 from engram_client.protocol import (
     Failed,
@@ -52,6 +52,29 @@ def test_a_rank_that_fails_before_it_attaches_speaks_through_its_own_gpu(met: li
     with pytest.raises(EngramError) as failed:
         connect("ipc:///nowhere/control.sock", rank=3, world_size=4, device="cuda:3", timeout=0)
     assert [(said.code, ordinal) for said, ordinal in met] == [(failed.value.code, 3)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "layers", "code"), [(1, None, "NoServer"), (9, None, "RankInvalid"), (1, 14, "InternalError")]
+)
+def test_ranks_that_split_reads_hear_of_one_that_fails_whatever_a_daemon_says(
+    met: list[tuple[Failed, int | None]], rank: int, layers: Any, code: str
+) -> None:
+    """They know by themselves that all of them meet: else they would wait for it as long as the group's timeout."""
+    with pytest.raises((EngramError, TypeError)):
+        connect("ipc:///nowhere/control.sock", rank=rank, world_size=4, layers=layers, timeout=0, split_reads=True)
+    assert [said.code for said, _ in met] == [code]
+
+
+def test_a_rank_of_sglang_without_a_daemon_tells_those_that_split_reads(met: list[tuple[Failed, int | None]]) -> None:
+    """It asks for the daemon's state before it connects, and must not end there."""
+    from engram_client import sglang_attach
+
+    settings = sglang_attach.Settings("ipc:///nowhere/control.sock", None, 0.0, split_reads=True)
+    place = sglang_attach.Place(1, 4, "cpu")
+    with pytest.raises(NoServer):
+        sglang_attach.client_of_process(settings, place, None, remember_failure=False)
+    assert [said.code for said, _ in met] == ["NoServer"]
 
 
 def test_a_rank_that_names_no_device_there_is_speaks_through_the_current_gpu(

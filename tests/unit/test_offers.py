@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engram_client.errors import NodesDiffer, RowsNotCovered
 from engram_client.identity import TableIdentity
 from engram_client.layout import RowFormat, TableGeometry, shard
-from engram_client.nodes import check_cover, check_offers, merged
+from engram_client.nodes import check_cover, check_equal, check_offers, merged
 from engram_client.protocol import (
     MAX_HANDOVER_BYTES,
     MAX_REPLY_BYTES,
@@ -83,6 +83,16 @@ def offers_of(tp: int, nnodes: int, columns: tuple[int, ...] = COLUMNS) -> list[
         )
         for rank in range(tp)
     ]
+
+
+def test_ranks_that_would_split_reads_of_other_batches_are_refused() -> None:
+    """One on a CPU and one on a GPU: each would wait in exchanges that the other leaves out."""
+    one, other = offers_of(2, 1)
+    check_equal([one, other])
+    one, other = (msgspec.structs.replace(offer, splits_from=ids) for offer, ids in ((one, 1), (other, 1024)))
+    with pytest.raises(NodesDiffer) as caught:
+        check_equal([one, other])
+    assert caught.value.differing == ["splits_from"]
 
 
 @given(
