@@ -38,7 +38,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     placement: str
     replication: str
     lookup: str
-    """`local` where the rank maps whole tables."""
+    """`local` where the rank maps whole tables, `split reads` where several do and share out the reads."""
     ranks: int
     tokens: int
     rows: int
@@ -59,15 +59,21 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     repetitions: int
     timeout: float
+    split_ranks: int = 0
+    """Of the group that shares out the reads of whole tables, which is measured beside one rank; 0 for none."""
 
 
 def measure(order: Order, tell: Callable[[str], None] = lambda text: None) -> list[Measurement]:
-    """One rank where the node holds whole tables, else all ranks of the group, each a process.
+    """One rank where the node holds whole tables, and `split_ranks` together; else all ranks of the group, each a
+    process.
 
     Raises what `engram_client.connect` does, and Unsupported where the group spans several nodes.
     """
     status = query_status(order.endpoint, timeout=order.timeout, handover=order.handover)
     options = status.options
+    if order.split_ranks:
+        alone = msgspec.structs.replace(order, split_ranks=0)
+        return _as_group(order.split_ranks, order) + _as_rank(0, 1, alone, tell)  # refused before time is spent
     if options is None or options.replication is Replication.PER_NODE or options.tp_size == 1:
         return _as_rank(0, 1, order, tell)
     if options.nnodes > 1:
@@ -134,6 +140,7 @@ def _as_rank(rank: int, size: int, order: Order, tell: Callable[[str], None] = l
         device=order.device,
         timeout=order.timeout,
         handover=order.handover,
+        split_reads=order.split_ranks > 1,
         name="engram-ctl bench",
     ) as client:
         for layer in client.layers:
@@ -169,13 +176,14 @@ def _time(client: MappedClient, layer: int, hashed: bool, order: Order, count: i
     median = statistics.median(times)
     rows = count * len(columns)
     options = client.options
+    alone = "local" if client.world_size == 1 else str(options.lookup)
     return Measurement(
         device=device,
         layer=layer,
         ids="hashed" if hashed else "any",
         placement=options.placement,
         replication=options.replication,
-        lookup=options.lookup if client.world_size > 1 else "local",
+        lookup="split reads" if order.split_ranks else alone,
         ranks=client.world_size,
         tokens=count,
         rows=rows,

@@ -37,6 +37,14 @@ def add_parser(commands: Any) -> None:
         "--tokens", type=int, nargs="+", default=DEFAULT_TOKENS, metavar="T", help="(default: 1 to 8192)"
     )
     parser.add_argument("--repetitions", type=int, default=15, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--split",
+        type=int,
+        choices=range(2, 73),
+        default=0,
+        metavar="N",
+        help="also N ranks that share out the reads of whole tables in host memory, on GPUs cuda:0 to N-1 or the CPU",
+    )
     parser.add_argument("--csv", metavar="FILE", help="a row a measurement, with everything it depends on")
     parser.add_argument("--plot", metavar="FILE", help="microseconds over tokens, as PNG, SVG or PDF")
     add_json(parser)
@@ -59,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
             tokens=tuple(options.tokens),
             repetitions=options.repetitions,
             timeout=options.timeout,
+            split_ranks=options.split,
         )
         found += measure(order, print_progress)
     if options.csv:

@@ -77,7 +77,13 @@ def metric(daemon: Daemon, name: str, **labels: str) -> float:
 
 
 def ctl(*arguments: str) -> str:
-    done = subprocess.run(
+    done = run_ctl(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "engram_server.ctl", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
@@ -85,8 +91,6 @@ def ctl(*arguments: str) -> str:
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_a_clients_counters_reach_the_metrics_and_stay_when_it_has_gone(watched: Daemon) -> None:
@@ -245,7 +249,16 @@ def test_bench_brings_a_group_of_ranks_to_split_tables(folder: Path, checkpoint:
     with running(folder, {"model_path": str(checkpoint), "tp_size": 2}) as daemon:
         arguments = ["--tokens", "4", "--repetitions", "1", "--json"]
         found = json.loads(ctl("bench", "--endpoint", daemon.endpoint, *arguments))["measurements"]
+        refused = run_ctl("bench", "--endpoint", daemon.endpoint, *arguments, "--split", "2")
     assert {(each["ranks"], each["lookup"]) for each in found} == {(2, "collective")}
+    assert refused.returncode == 1
+    assert "split_reads=True is for whole tables in host memory" in refused.stderr
+
+
+def test_bench_times_ranks_that_share_out_the_reads_beside_one_alone(per_node: Daemon) -> None:
+    arguments = ["--tokens", "4", "--repetitions", "1", "--split", "2", "--json"]
+    found = json.loads(ctl("bench", "--endpoint", per_node.endpoint, *arguments))["measurements"]
+    assert {(each["ranks"], each["lookup"]) for each in found} == {(2, "split reads"), (1, "local")}
 
 
 ATTACH = """
