@@ -70,6 +70,11 @@ class Ranks:
             rank.go()
         return [rank.report() for rank in self._ranks]
 
+    def first(self) -> dict[str, Any]:
+        """Of one of them, while the other does nothing."""
+        self._ranks[0].go()
+        return self._ranks[0].report()
+
     def end(self) -> None:
         for rank in self._ranks:
             rank.end()
@@ -103,6 +108,9 @@ def measure(results: Results, way: str, gib: float, folder: Path) -> None:
                 for name, value in slowest(ranks.both()).items():
                     results.add(f"{way}: two ranks at once, slowest {name[:-2]}", value, "s", note)
                 if way == "shards":
+                    again = slowest(ranks.both())["attach_s"]
+                    results.add(f"{way}: two ranks at once, slowest attach that is not the first", again, "s", note)
+                    results.add(f"{way}: one rank alone, attach", ranks.first()["attach_s"], "s", note)
                     return
                 daemon.kill()
                 before = len(daemon.log)
