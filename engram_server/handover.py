@@ -89,6 +89,12 @@ class Handover:
     def __repr__(self) -> str:
         return f"<Handover {self._path}: {len(self._connections)} connections>"
 
+    @property
+    def may_redeem(self) -> bool:
+        """Whether a ticket that was given out may still be redeemed: by a peer that is connected and holds no lease.
+        Who asks for a ticket has been connected before."""
+        return any(connection.may_attach and connection.lease is None for connection in self._connections)
+
     def close(self, farewell: EngramError | None = None) -> None:
         """Ends all connections. Peers that hold no lease, those not accepted yet among them, are told `farewell`:
         what they wait for will not come, and a bare end would look like a crash."""

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 5.0
-"""How long a draining daemon waits for tickets it has given out to be redeemed."""
+"""How long a draining daemon waits for tickets it has given out to be redeemed, by peers that are still there."""
 MAX_WAITING = 4096
 START_EXTENSION_S = 120.0
 """How much longer a service manager is asked to wait for a daemon that loads, each time it reports progress."""
@@ -345,9 +345,13 @@ class Service:
         for asker, _ in self._take_waiting():
             await self._reply(asker, self._refused(ServerDraining()))
         deadline = time.monotonic() + DRAIN_LIMIT_S
-        while self._leases.open_tickets and time.monotonic() < deadline and not self._stop_now.is_set():
+        while self._owes_descriptors and time.monotonic() < deadline and not self._stop_now.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_now.wait(), 0.05)
+
+    @property
+    def _owes_descriptors(self) -> bool:
+        return bool(self._leases.open_tickets) and self._handover is not None and self._handover.may_redeem
 
     async def _fail(self, error: Exception) -> None:
         self._failure = (

@@ -56,6 +56,31 @@ def test_a_descriptor_that_is_not_there_costs_one_peer_its_connection_and_leaves
     uvloop.run(serve())
 
 
+def test_only_a_peer_that_is_there_and_holds_no_lease_may_redeem(folder: Path) -> None:
+    """A daemon that drains waits for no ticket of ranks that have given up."""
+    path = str(folder / "handover")
+    leases = Leases(time.monotonic)
+
+    async def serve() -> None:
+        source = os.open("/dev/null", os.O_RDONLY)
+        with serving(path, leases, lambda name: source) as handover:
+            found = [handover.may_redeem]
+            for redeems in (False, True):
+                connection = await asyncio.to_thread(HandoverConnection.open, path, 10)
+                found.append(handover.may_redeem)
+                if redeems:
+                    for fd in (await asyncio.to_thread(connection.redeem, leases.issue(GRANT), 10)).values():
+                        os.close(fd)
+                    found.append(handover.may_redeem)
+                connection.close()
+                while handover.may_redeem or leases.held:
+                    await asyncio.sleep(0.001)
+        os.close(source)
+        assert found == [False, True, True, False]
+
+    uvloop.run(serve())
+
+
 def test_a_redeem_after_the_daemons_end_is_a_cut_transfer(folder: Path) -> None:
     path = str(folder / "handover")
 
