@@ -36,8 +36,8 @@ class MappedTable:
     """A mapped table: see `engram_client.api.Table`.
 
     local: its rows on the device; whole: all of them are there; split: the group's ranks share out the reads of a
-    larger batch all the same. `check_usable` raises when the client behind it
-    is closed or forked. `meter` counts what is looked up.
+    larger batch all the same. `check_usable` raises when the client behind it is closed or forked. `meter` counts what
+    is looked up.
     """
 
     def __init__(

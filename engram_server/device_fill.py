@@ -113,8 +113,7 @@ class Staging:
         first = -address_of(whole) % HUGE_PAGE
         driver.host_register(address_of(whole) + first, total, read_only=False)
         streams = [[driver.stream_create() for _ in range(min(threads, STREAMS))] for _ in range(per_thread)]
-        self._first = Slot(driver, streams[0][0], whole[first : first + size])
-        self._streams = [stream for of_slot in streams for stream in of_slot]
+        self._of_streams = [Slot(driver, stream, whole[first : first + size]) for each in streams for stream in each]
         self._sets: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
         for thread in range(threads):
             at = [first + (thread * per_thread + k) * size for k in range(per_thread)]
@@ -123,10 +122,9 @@ class Staging:
 
     def warm(self, target: int) -> None:
         """Makes every stream ready, by a copy of zeros to the GPU address `target`, where a fill will write."""
-        for stream in self._streams:
-            self._first.stream = stream
-            self._first.send(Copy(address_of(self._first.view), target, ALIGNMENT))
-            self._first.wait()
+        for slot in self._of_streams:
+            slot.send(Copy(address_of(slot.view), target, ALIGNMENT))
+            slot.wait()
 
     def slots(self) -> list[Slot]:
         """One thread's slots."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engram_client.errors import IdsDeviceInvalid, IdsDtypeInvalid, IdsShapeInvalid, OutInvalid
+from engram_client.errors import CountsInvalid, IdsDeviceInvalid, IdsDtypeInvalid, IdsShapeInvalid, OutInvalid
 from engram_client.layout import ROW_BYTES, ROW_VALUES
 
 
@@ -51,6 +51,19 @@ def check_ids(ids: Tensor, device: torch.device, hashed: bool, columns: int) -> 
         raise IdsShapeInvalid(found=str(list(ids.shape)), expected=f"[..., {columns}] (hashed=True)")
 
 
+def check_counts(ids: Tensor, counts: Sequence[int] | None, rank: int, world_size: int, *, same: bool) -> None:
+    """Raises CountsInvalid unless `counts` has a number for each rank, and that of `ids` for this one (for all of
+    them with `same`). None is not looked at."""
+    if counts is None:
+        return
+    tokens = ids.shape[0] if ids.dim() else 1
+    good = len(counts) == world_size and all(count >= 0 for count in counts)
+    if good and (all(count == tokens for count in counts) if same else counts[rank] == tokens):
+        return
+    where = "everywhere" if same else f"at {rank}"
+    raise CountsInvalid(found=str(list(counts)), expected=f"{world_size} counts, {tokens} {where}")
+
+
 def bf16_out(out: Tensor | None, ids_shape: Sequence[int], device: torch.device) -> Tensor:
     """`out`, or a new tensor: contiguous bfloat16 `[*ids_shape, 256]` on `device`. Raises OutInvalid."""
     return _out(out, (*ids_shape, ROW_VALUES), torch.bfloat16, device)
@@ -64,6 +77,12 @@ def raw_out(out: Tensor | None, ids_shape: Sequence[int], device: torch.device) 
 def stored_out(out: Tensor | None, ids_shape: Sequence[int], width: int, device: torch.device) -> Tensor:
     """`out`, or a new tensor: contiguous uint8 `[*ids_shape, width]` on `device`. Raises OutInvalid."""
     return _out(out, (*ids_shape, width), torch.uint8, device)
+
+
+def unpack(packed: Tensor, values: Tensor, scales: Tensor) -> None:
+    """Packed rows, uint8 `[..., 264]`, into what `stored_out` gave for their values and scales."""
+    values.copy_(packed[..., :ROW_VALUES])
+    scales.copy_(packed[..., ROW_VALUES:])
 
 
 def _out(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

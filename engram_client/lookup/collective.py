@@ -19,10 +19,10 @@ from torch import Tensor
 
 from engram_client.api import Tokens
 from engram_client.errors import CountsInvalid, IdsShapeInvalid
-from engram_client.layout import ROW_BYTES, ROW_VALUES, Shard, TableGeometry
+from engram_client.layout import ROW_BYTES, Shard, TableGeometry
 from engram_client.lookup import runtime
-from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids
-from engram_client.lookup.wire import Wire, check_counts
+from engram_client.lookup.checks import Found, Invalid, bf16_out, check_counts, check_ids, unpack
+from engram_client.lookup.wire import Wire
 
 PADDING = -1
 SUM_UP_TO_IDS = 1024
@@ -179,8 +179,7 @@ class ShardedLookup:
             if all_ids is not None:
                 self._own_by_sum(all_ids, counts, packed, hashed)
             invalid = self._local.count_invalid(ids, hashed=hashed)
-        values.copy_(packed[..., :ROW_VALUES])
-        scales.copy_(packed[..., ROW_VALUES:])
+        unpack(packed, values, scales)
         return invalid
 
     def prefetch(

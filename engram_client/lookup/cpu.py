@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from engram_client import rows
-from engram_client.layout import ROW_BYTES, ROW_VALUES, RowFormat, Shard, TableGeometry
-from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids, raw_out
+from engram_client.layout import ROW_BYTES, RowFormat, Shard, TableGeometry
+from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids, raw_out, unpack
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -114,8 +114,7 @@ class SegmentRows:
     def lookup_stored(self, ids: Tensor, values: Tensor, scales: Tensor, *, hashed: bool) -> Invalid:
         """As `lookup`, but values and scales as stored, into uint8 `[*ids.shape, 256]` and `[*ids.shape, 8]`."""
         packed, invalid = self.lookup_raw(ids, hashed=hashed)
-        values.copy_(packed[..., :ROW_VALUES])
-        scales.copy_(packed[..., ROW_VALUES:])
+        unpack(packed, values, scales)
         return invalid
 
     def assemble(self, received: Tensor, ids: Tensor, out: Tensor, *, pieces: int, hashed: bool) -> Invalid:

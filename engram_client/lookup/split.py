@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engram_client.api import Tokens
-from engram_client.layout import ROW_BYTES, ROW_VALUES, TableGeometry
-from engram_client.lookup.checks import Found, Invalid, bf16_out, check_ids
+from engram_client.layout import ROW_BYTES, TableGeometry
+from engram_client.lookup.checks import Found, Invalid, bf16_out, check_counts, check_ids, unpack
 from engram_client.lookup.collective import LocalRows, ShardedLookup
-from engram_client.lookup.wire import Wire, check_counts
+from engram_client.lookup.wire import Wire
 
 SPLIT_FROM_IDS = 1024
 """GPUs on NCCL: for fewer ids the exchange, and the launch after it, cost more than half of the reads."""
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     columns: tuple[int, int] | None
     """Of `ids`; None for all of them."""
     tokens: int
-    """Tokens that each rank sends, where tokens are shared out: the last ranks may have fewer to read."""
+    """Tokens that each rank sends, where tokens are shared out: the last ranks may have fewer to read. Else 0."""
 
 
 class SplitLookup:
@@ -80,7 +80,7 @@ class SplitLookup:
         self._check_counts(ids, counts)
         out = bf16_out(out, ids.shape, self._local.device)
         part = self._part_of(ids, hashed)
-        return Found(out, self._assemble(self._everything(self._read(part, hashed), part), part, ids, out, hashed))
+        return self._together(self._read(part, hashed), part, ids, out, hashed)
 
     def lookup_stored(
         self,
@@ -102,8 +102,7 @@ class SplitLookup:
             each = self._columns // self._world_size
             rows = rows.view(self._world_size, -1, each, ROW_BYTES).transpose(0, 1).reshape(-1)
         stored = rows[: ids.numel() * ROW_BYTES].view(*ids.shape, ROW_BYTES)
-        values.copy_(stored[..., :ROW_VALUES])
-        scales.copy_(stored[..., ROW_VALUES:])
+        unpack(stored, values, scales)
         return self._local.count_invalid(ids, hashed=hashed)
 
     def prefetch(
@@ -118,7 +117,7 @@ class SplitLookup:
 
         def finish() -> Found:
             out = bf16_out(None, ids.shape, self._local.device)
-            return Found(out, self._assemble(self._everything(begun().rows, part), part, ids, out, hashed))
+            return self._together(begun().rows, part, ids, out, hashed)
 
         return finish
 
@@ -141,7 +140,7 @@ class SplitLookup:
 
     def _everything(self, mine: Tensor, part: _Part) -> Tensor:
         """The stored bytes of all parts, flat, in rank order."""
-        if part.columns is None and mine.shape[0] < part.tokens:
+        if mine.shape[0] < part.tokens:
             padded = mine.new_empty((part.tokens, *mine.shape[1:]))  # what is left of it is cut off again
             padded[: mine.shape[0]] = mine
             mine = padded
@@ -149,7 +148,8 @@ class SplitLookup:
         self._wire.all_gather(everything, mine.view(-1))
         return everything
 
-    def _assemble(self, everything: Tensor, part: _Part, ids: Tensor, out: Tensor, hashed: bool) -> Invalid:
+    def _together(self, mine: Tensor, part: _Part, ids: Tensor, out: Tensor, hashed: bool) -> Found:
+        """The rows of the whole batch in `out`, from what this rank has read of it."""
+        received = self._everything(mine, part)[: ids.numel() * ROW_BYTES]
         pieces = self._world_size if part.columns else 1
-        received = everything[: ids.numel() * ROW_BYTES]
-        return self._local.assemble(received, ids, out, pieces=pieces, hashed=hashed)
+        return Found(out, self._local.assemble(received, ids, out, pieces=pieces, hashed=hashed))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engram_client import group as groups
-from engram_client.errors import CountsInvalid
 
 
 class Wire:
@@ -53,16 +50,3 @@ class Wire:
         dist.all_to_all_single(received, sent, output_sizes, input_sizes, group=self._group)
         if self.staged:
             output.copy_(received)
-
-
-def check_counts(ids: Tensor, counts: Sequence[int] | None, rank: int, world_size: int, *, same: bool) -> None:
-    """Raises CountsInvalid unless `counts` has a number for each rank, and that of `ids` for this one (for all of
-    them with `same`). None is not looked at."""
-    if counts is None:
-        return
-    tokens = ids.shape[0] if ids.dim() else 1
-    good = len(counts) == world_size and all(count >= 0 for count in counts)
-    if good and (all(count == tokens for count in counts) if same else counts[rank] == tokens):
-        return
-    where = "everywhere" if same else f"at {rank}"
-    raise CountsInvalid(found=str(list(counts)), expected=f"{world_size} counts, {tokens} {where}")

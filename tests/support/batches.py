@@ -23,6 +23,21 @@ def batch(tokens: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.where(generator.random(ids.shape) < 0.1, odd, ids))
 
 
+def odd_shapes() -> list[tuple[torch.Tensor, bool]]:
+    """Ids of unusual shapes, types and strides, and whether they are hashed."""
+    ids = batch(12, seed=5)
+    roomy = torch.full((12, 40), -1)
+    roomy[:, 8:32] = ids
+    return [
+        (ids.view(3, 4, 24), True),
+        (ids.int().clamp(-1), False),
+        (roomy[:, 8:32], True),
+        (roomy[::2, 8:32:3], False),
+        (ids[0], True),  # one token without a dimension for it
+        (ids[0, 0], False),
+    ]
+
+
 def stored_rows(ids: torch.Tensor, hashed: bool) -> tuple[np.ndarray, Invalid]:
     """The bytes of the rows, uint8 `[*ids.shape, 264]`, of the table `random_table(ROWS)`."""
     values, scales = random_table(ROWS)

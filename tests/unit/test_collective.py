@@ -14,7 +14,7 @@ from engram_client.layout import RowFormat, shard, whole
 from engram_client.lookup.checks import Invalid
 from engram_client.lookup.collective import ShardedLookup
 from engram_client.lookup.cpu import SegmentRows
-from tests.support.batches import GEOMETRY, ROWS, batch, stored_rows
+from tests.support.batches import GEOMETRY, ROWS, batch, odd_shapes, stored_rows
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.tables import dequantised, packed_of, planar_of, random_table
 
@@ -75,17 +75,11 @@ def test_32_ranks_get_the_whole_tables_rows() -> None:
     run_ranks(32, every_way, 1, timeout_s=100)
 
 
-def odd_shapes(rank: int, world_size: int) -> None:
+def odd_batches(rank: int, world_size: int) -> None:
     table = opened(rank, world_size)
     ids = batch(12, seed=5)
-    check(table, ids.view(3, 4, 24), True)
-    check(table, ids.int().clamp(-1), False)
-    roomy = torch.full((12, 40), -1)
-    roomy[:, 8:32] = ids
-    check(table, roomy[:, 8:32], True)
-    check(table, roomy[::2, 8:32:3], False)
-    check(table, ids[0], True)  # one token without a dimension for it
-    check(table, ids[0, 0], False)
+    for shaped, hashed in odd_shapes():
+        check(table, shaped, hashed)
     check(table, ids.view(6, 2, 24)[:rank], True, tokens="own", counts=range(world_size))
     check(table, ids[: 2 * rank, 0], False, tokens="own")
     check(table, ids[:rank].to(torch.int32 if rank % 2 else torch.int64).clamp(-1), True, tokens="own")
@@ -93,7 +87,7 @@ def odd_shapes(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_any_shape_dtype_and_stride_works_over_a_group(world_size: int) -> None:
-    run_ranks(world_size, odd_shapes)
+    run_ranks(world_size, odd_batches)
 
 
 def no_tokens_anywhere(rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ from engram_client.layout import RowFormat, whole
 from engram_client.lookup.checks import Found
 from engram_client.lookup.cpu import SegmentRows
 from engram_client.lookup.split import SplitLookup
-from tests.support.batches import GEOMETRY, ROWS, batch, stored_rows
+from tests.support.batches import GEOMETRY, ROWS, batch, odd_shapes, stored_rows
 from tests.support.ranks import run_ranks
 from tests.support.tables import dequantised, packed_of, random_table
 
@@ -63,15 +63,8 @@ def every_way(rank: int, world_size: int) -> None:
             check(table, ids, hashed)
             check(table, ids, hashed, counts=[tokens] * world_size)
             check(table, batch(rank, seed=rank), hashed, tokens="own")
-    ids = batch(12, seed=5)
-    check(table, ids.view(3, 4, 24), True)
-    check(table, ids.int().clamp(-1), False)
-    roomy = torch.full((12, 40), -1)
-    roomy[:, 8:32] = ids
-    check(table, roomy[:, 8:32], True)
-    check(table, roomy[::2, 8:32:3], False)
-    check(table, ids[0], True)  # one token without a dimension for it
-    check(table, ids[0, 0], False)
+    for shaped, hashed in odd_shapes():
+        check(table, shaped, hashed)
     check(table, batch(0, seed=1), True)
 
 
