@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from engram_client.control import check_descriptors
 from engram_client.cuda.access import cuda_driver
 from engram_client.errors import GpuNotFound, MalformedMessage
 from engram_client.layout import whole
@@ -30,7 +31,7 @@ def prepare(ordinal: int) -> Kernels:
     """The kernels on GPU `ordinal`, compiled at first use on this machine, which takes seconds, and everything else
     that a first attach would wait for: before a ticket's time runs.
 
-    Raises NoDriver, CudaUnavailable, GpuNotFound, KernelCompileFailed or CudaCallFailed.
+    Raises NoDriver, CudaUnavailable, GpuNotFound, TooFewDescriptors, KernelCompileFailed or CudaCallFailed.
     """
     uuids = visible_gpus(cuda_driver())
     if ordinal >= len(uuids):
@@ -39,7 +40,10 @@ def prepare(ordinal: int) -> Kernels:
     import engram_client.table  # noqa: F401  registers torch's operators: 80 ms
 
     decode(encode(Done()), Reply | HandoverReply)  # looks through the types of all messages, once: 3 ms
-    return Kernels.on(ordinal)
+    runtime.SideStream(ordinal)  # torch makes its streams of a GPU at the first: 4 ms
+    kernels = Kernels.on(ordinal)
+    check_descriptors()  # last, for the driver takes some: 20 ms where their table grows
+    return kernels
 
 
 class GpuTables:

@@ -103,7 +103,7 @@ def full_size(rows: Rows) -> Iterator[Bar]:
     attach = "two ranks at once, slowest attach"
     full = [row for row in rows if (size := re.match(r"2 x ([\d.]+) GiB", row["note"])) and float(size[1]) >= FULL_GIB]
     yield bar("189 GiB of host memory, two ranks attach", named(full, f"cuda_host: {attach}"), "<", 5, "s")
-    yield bar("a 94 GiB shard, attach", named(full, "shards: one rank alone, attach"), "<", 0.02, "s")
+    yield bar("a 94 GiB shard, attach", named(full, "shards: one rank alone attach"), "<", 0.02, "s")
     yield bar("a 94 GiB shard each, two ranks attach", named(full, f"shards: {attach}"), "<", 0.02, "s")
     for way in ("gpu", "shards", "cuda_host", "memfd"):
         beside = named(rows, f"{way}: GPU memory beside the tables, a GPU")

@@ -34,9 +34,8 @@ SETTLED_S = 10
 
 
 class Rank:
-    def __init__(self, endpoint: str, rank: int, device: str, looks: bool) -> None:
-        does = "look" if looks else "attach"
-        command = [sys.executable, "-m", RANK, endpoint, str(rank), device, str(SEED), does]
+    def __init__(self, endpoint: str, rank: int, device: str, group: str) -> None:
+        command = [sys.executable, "-m", RANK, endpoint, str(rank), device, str(SEED), group]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def go(self) -> None:
@@ -61,7 +60,9 @@ class Ranks:
 
     def __init__(self, endpoint: str, looks: bool) -> None:
         devices = min(2, torch.cuda.device_count())
-        self._ranks = [Rank(endpoint, rank, f"cuda:{rank % devices}", looks) for rank in range(2)]
+        self._folder = tempfile.TemporaryDirectory(prefix="eb-")
+        group = "" if looks else f"file://{self._folder.name}/group"
+        self._ranks = [Rank(endpoint, rank, f"cuda:{rank % devices}", group) for rank in range(2)]
         for rank in self._ranks:
             rank.report()
 
@@ -70,14 +71,15 @@ class Ranks:
             rank.go()
         return [rank.report() for rank in self._ranks]
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> list[dict[str, Any]]:
         """Of one of them, while the other does nothing."""
         self._ranks[0].go()
-        return self._ranks[0].report()
+        return [self._ranks[0].report()]
 
     def end(self) -> None:
         for rank in self._ranks:
             rank.end()
+        self._folder.cleanup()
 
 
 def measure(results: Results, way: str, gib: float, folder: Path) -> None:
@@ -103,15 +105,13 @@ def measure(results: Results, way: str, gib: float, folder: Path) -> None:
             time.sleep(SETTLED_S)
             beside = [was - driver.memory_info(k)[0] - on_gpu[k] for k, was in enumerate(free)]
             results.add(f"{way}: GPU memory beside the tables, a GPU", max(beside) / (1 << 20), "MiB", note)
-            ranks = Ranks(daemon.endpoint, looks=way != "shards")
+            if way == "shards":
+                attaches(results, way, daemon.endpoint, note)
+                return
+            ranks = Ranks(daemon.endpoint, looks=True)
             try:
                 for name, value in slowest(ranks.both()).items():
                     results.add(f"{way}: two ranks at once, slowest {name[:-2]}", value, "s", note)
-                if way == "shards":
-                    again = slowest(ranks.both())["attach_s"]
-                    results.add(f"{way}: two ranks at once, slowest attach that is not the first", again, "s", note)
-                    results.add(f"{way}: one rank alone, attach", ranks.first()["attach_s"], "s", note)
-                    return
                 daemon.kill()
                 before = len(daemon.log)
                 daemon = start(folder, config, manager)
@@ -127,6 +127,17 @@ def measure(results: Results, way: str, gib: float, folder: Path) -> None:
                 ranks.end()
         finally:
             daemon.kill()
+
+
+def attaches(results: Results, way: str, endpoint: str, note: str) -> None:
+    """The first of a process, which is what an engine does, and a later one."""
+    for what, attach in (("one rank alone", Ranks.first), ("two ranks at once, slowest", Ranks.both)):
+        ranks = Ranks(endpoint, looks=False)
+        try:
+            for name in ("attach", "attach that is not the first"):
+                results.add(f"{way}: {what} {name}", slowest(attach(ranks))["attach_s"], "s", note)
+        finally:
+            ranks.end()
 
 
 class TimedDaemon(Daemon):

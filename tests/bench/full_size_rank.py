@@ -1,14 +1,13 @@
-"""A rank of full_size.py: `python -m tests.bench.full_size_rank ENDPOINT RANK DEVICE SEED look|attach`.
+"""A rank of full_size.py: `python -m tests.bench.full_size_rank ENDPOINT RANK DEVICE SEED GROUP`.
 
 Says that it is ready with a CUDA context and the kernels at hand, and does one thing for each line that it reads:
-attaches; stops looking up, which it does from then on; closes. It answers each with a line of JSON. "attach": attaches
-and closes, each time.
+attaches; stops looking up, which it does from then on; closes. It answers each with a line of JSON. With a GROUP
+(file:// and where the ranks of a collective find each other) it attaches and closes, each time.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -55,18 +54,17 @@ class Looking(threading.Thread):
         return layer, torch.from_numpy(ids).to(self._device), expected.to(self._device)
 
 
-def main(endpoint: str, rank: int, device: str, seed: int, looks: bool) -> None:
+def main(endpoint: str, rank: int, device: str, seed: int, group: str) -> None:
     def answer(**report: Any) -> None:
         print(json.dumps(report), flush=True)
         sys.stdin.readline()
 
     torch.zeros(1, device=device)
     prepare(torch.device(device).index)
+    if group:  # a collective wants it from the start
+        torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=2)
     answer(ready=True)
-    if not looks:  # the shards of a collective, which wants its group from the start
-        store = f"file://{os.path.dirname(endpoint.removeprefix('ipc://'))}/group"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    while not looks:  # until it is ended
+    while group:  # until it is ended
         begin = time.perf_counter()
         with connect(endpoint, rank=rank, world_size=2, device=device):
             attach_s = time.perf_counter() - begin
@@ -87,4 +85,4 @@ def main(endpoint: str, rank: int, device: str, seed: int, looks: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "look")
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])

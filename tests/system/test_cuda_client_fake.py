@@ -29,6 +29,7 @@ from engram_client.errors import (
     OutInvalid,
     PeerAccessMissing,
 )
+from engram_client.gpu import prepare
 from engram_client.lookup import runtime
 from engram_client.lookup.shapes import SORT_FROM_IDS
 from tests.support import fake_runtime
@@ -93,6 +94,35 @@ def test_every_way_of_asking_gives_the_checkpoints_rows(
     with daemon_of(folder, checkpoint, engram, machine, host={"backing": host, "keep": "off"}, **size) as daemon:
         compared = run_ranks(world_size, ask_everything, daemon.endpoint, str(checkpoint), machine, timeout_s=100)
         assert min(compared) > 4000
+
+
+def attach_with_a_full_table(rank: int, world_size: int, endpoint: str, machine: dict[str, Any]) -> tuple[int, ...]:
+    """Room in the process's table of descriptors: full but for two, after prepare(), after an attach."""
+    on_fake(machine)
+    prepare(0)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < room_for_descriptors() - 3:
+        taken.append(os.dup(taken[0]))
+    sizes = [room_for_descriptors()]
+    prepare(0)
+    sizes.append(room_for_descriptors())
+    with connect(endpoint, rank=rank, world_size=world_size, device="cuda:0"):
+        sizes.append(room_for_descriptors())
+    return tuple(sizes)
+
+
+def room_for_descriptors() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("FDSize:"))
+    return int(line.split()[1])
+
+
+def test_prepare_makes_room_for_the_descriptors_of_an_attach(folder: Path, checkpoint: Path) -> None:
+    machine = {"gpus": 1}
+    engram = {"placement": "gpu", "replication": "per_node"}
+    with daemon_of(folder, checkpoint, engram, machine) as daemon:
+        ((full, prepared, attached),) = run_ranks(1, attach_with_a_full_table, daemon.endpoint, machine, timeout_s=60)
+    assert prepared > full
+    assert attached == prepared
 
 
 def read_from_owners(rank: int, world_size: int, endpoint: str, checkpoint: str, columns_a_part: int) -> int:

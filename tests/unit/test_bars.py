@@ -54,7 +54,7 @@ def measured(folder: Path, ours: float) -> None:
         for way, attach in (("gpu", 0.1), ("shards", 0.02), ("cuda_host", 5), ("memfd", 12))
         for name, value in (
             ("two ranks at once, slowest attach", attach * 1.9 * ours),
-            ("one rank alone, attach", attach * 1.9 * ours),
+            ("one rank alone attach", attach * 1.9 * ours),
             ("GPU memory beside the tables, a GPU", 30 * ours),
         )
     ]
