@@ -2,7 +2,11 @@
    to a GPU. Small, because what fits a core's cache is read much faster, and the GPU then fetches it from there;
    hence here, without the interpreter lock, which 16 threads with a piece every 20 microseconds would wait for.
 
-   Nothing of CUDA is needed to build this: its two calls come as addresses. The stable ABI, as in
+   The driver is asked as little as can be: all threads of a process wait for one lock in it, and cuStreamSynchronize
+   for each piece cost a tenth of the link's rate. So after each copy the GPU itself writes into pinned memory that the
+   piece is free again.
+
+   Nothing of CUDA is needed to build this: its calls come as addresses. The stable ABI, as in
    engram_client/_native.c. */
 
 #if !defined(Py_GIL_DISABLED) && !defined(Py_LIMITED_API)
@@ -12,20 +16,40 @@
 #include <Python.h> /* first: it asks the C library for its 64-bit offsets and for pread */
 
 #include <errno.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <unistd.h>
 
 _Static_assert(sizeof(off_t) == 8, "offsets of files need 64 bits");
 
-/* cuMemcpyHtoDAsync_v2 and cuStreamSynchronize as they are on Linux; both return a CUresult, 0 for success. */
+/* cuMemcpyHtoDAsync_v2, cuStreamWriteValue32_v2 and cuStreamQuery as they are on Linux; all return a CUresult, 0 for
+   success. */
 typedef int (*Copy)(unsigned long long target, const void *source, size_t nbytes, void *stream);
-typedef int (*Wait)(void *stream);
+typedef int (*Mark)(void *stream, unsigned long long address, unsigned value, unsigned flags);
+typedef int (*Query)(void *stream);
 
-enum { MOST_SLOTS = 64 };
+enum {
+    MOST_SLOTS = 64,
+    NOT_READY = 600, /* CUDA_ERROR_NOT_READY */
+    TURNS_TO_YIELD = 256,
+    TURNS_TO_ASK = 1 << 14 /* half a millisecond or so: only a copy that failed is never marked */
+};
+
+/* Of a slot, in pinned memory: how many copies were started, and how many the GPU says it has done. Their numbers go on
+   from one call to the next. */
+typedef struct {
+    _Atomic uint32_t fetched;
+    uint32_t sent;
+} Tally;
+
+_Static_assert(sizeof(_Atomic uint32_t) == 4 && sizeof(Tally) == 8, "the GPU writes 4 bytes");
 
 typedef struct {
     void *memory;
     void *stream;
+    Tally *tally;
+    unsigned long long mark; /* where `tally` begins, for the GPU */
 } Slot;
 
 typedef struct {
@@ -36,8 +60,46 @@ typedef struct {
     unsigned slot_count;
     uint64_t slot_bytes;
     Copy copy; /* NULL: nothing is copied, and nothing waited for */
-    Wait wait;
+    Mark mark;
+    Query query;
 } Work;
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Until the slot may be overwritten. Returns 0, or the code of what failed on its stream. */
+static int wait_until_fetched(const Work *work, const Slot *slot)
+{
+    for (unsigned turn = 1; atomic_load_explicit(&slot->tally->fetched, memory_order_acquire) != slot->tally->sent;
+         turn++) {
+        if (turn % TURNS_TO_ASK == 0) {
+            int code = work->query(slot->stream);
+            if (code != NOT_READY)
+                return code; /* 0: all that was on the stream is done */
+        }
+        if (turn % TURNS_TO_YIELD == 0)
+            sched_yield();
+        else
+            relax();
+    }
+    return 0;
+}
+
+/* Starts the copy of a full slot. Returns NULL, or what went wrong. */
+static const char *send_piece(const Work *work, const Slot *slot, uint64_t nbytes, int *code)
+{
+    if ((*code = work->copy(work->target, slot->memory, nbytes, slot->stream)))
+        return "copy";
+    if ((*code = work->mark(slot->stream, slot->mark, ++slot->tally->sent, 0)))
+        return "mark";
+    return NULL;
+}
 
 /* Fills `memory` from `work->at` on, which stays where it was on success and else says where it ended. Returns
    NULL, or what went wrong. */
@@ -64,69 +126,71 @@ static const char *pump(Work *work, int *code)
         uint64_t nbytes = work->slot_bytes - work->at % work->slot_bytes;
         if (nbytes > work->end - work->at)
             nbytes = work->end - work->at;
-        if (work->copy && (*code = work->wait(slot->stream)))
+        if (work->copy && (*code = wait_until_fetched(work, slot)))
             return "wait";
         const char *wrong = read_piece(work, slot->memory, nbytes, code);
+        if (!wrong && work->copy)
+            wrong = send_piece(work, slot, nbytes, code);
         if (wrong)
             return wrong;
-        if (work->copy && (*code = work->copy(work->target, slot->memory, nbytes, slot->stream)))
-            return "copy";
         work->at += nbytes;
         work->target += nbytes;
     }
     return "done";
 }
 
-/* Item `index` of a tuple of addresses; false with an exception set. */
-static int address_at(PyObject *tuple, Py_ssize_t index, void **address)
+/* Takes a tuple of (memory, stream, tally, mark). False with an exception set. */
+static int take_slots(Work *work, PyObject *slots)
 {
-    PyObject *item = PyTuple_GetItem(tuple, index);
-    unsigned long long number = item ? PyLong_AsUnsignedLongLong(item) : 0;
-    if (PyErr_Occurred())
-        return 0;
-    *address = (void *)(uintptr_t)number;
-    return 1;
-}
-
-static int take_slots(Work *work, PyObject *memories, PyObject *streams)
-{
-    Py_ssize_t count = PyTuple_Size(memories);
-    if (count < 1 || count > MOST_SLOTS || PyTuple_Size(streams) != count) {
-        PyErr_Format(PyExc_ValueError, "1 to %d slots are needed, and a stream for each", MOST_SLOTS);
+    Py_ssize_t count = PyTuple_Size(slots);
+    if (count < 1 || count > MOST_SLOTS) {
+        PyErr_Format(PyExc_ValueError, "1 to %d slots are needed", MOST_SLOTS);
         return 0;
     }
     work->slot_count = (unsigned)count;
-    for (Py_ssize_t index = 0; index < count; index++)
-        if (!address_at(memories, index, &work->slots[index].memory) ||
-            !address_at(streams, index, &work->slots[index].stream))
+    for (Py_ssize_t index = 0; index < count; index++) {
+        unsigned long long memory, stream, tally;
+        Slot *slot = &work->slots[index];
+        PyObject *item = PyTuple_GetItem(slots, index);
+        if (!PyTuple_Check(item)) {
+            PyErr_SetString(PyExc_TypeError, "a slot is a tuple of four addresses");
             return 0;
+        }
+        if (!PyArg_ParseTuple(item, "KKKK;a slot is a tuple of four addresses", &memory, &stream, &tally, &slot->mark))
+            return 0;
+        slot->memory = (void *)(uintptr_t)memory;
+        slot->stream = (void *)(uintptr_t)stream;
+        slot->tally = (Tally *)(uintptr_t)tally;
+    }
     return 1;
 }
 
 static PyObject *py_pump(PyObject *self, PyObject *args)
 {
     long long offset, nbytes, slot_bytes;
-    unsigned long long target, copy, wait;
-    PyObject *memories, *streams;
+    unsigned long long target, copy, mark, query;
+    PyObject *slots;
     Work work;
     const char *outcome;
     int code = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iLLKO!LO!KK:pump", &work.fd, &offset, &nbytes, &target, &PyTuple_Type, &memories,
-                          &slot_bytes, &PyTuple_Type, &streams, &copy, &wait))
+    if (!PyArg_ParseTuple(args, "iLLKO!LKKK:pump", &work.fd, &offset, &nbytes, &target, &PyTuple_Type, &slots,
+                          &slot_bytes, &copy, &mark, &query))
         return NULL;
-    if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset || slot_bytes < 1 || !copy != !wait) {
-        PyErr_SetString(PyExc_ValueError, "a range of a file is needed, and both calls or none");
+    if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset || slot_bytes < 1 || !copy != !mark ||
+        !copy != !query) {
+        PyErr_SetString(PyExc_ValueError, "a range of a file is needed, and all three calls or none");
         return NULL;
     }
-    if (!take_slots(&work, memories, streams))
+    if (!take_slots(&work, slots))
         return NULL;
     work.at = (uint64_t)offset;
     work.end = (uint64_t)offset + (uint64_t)nbytes;
     work.target = target;
     work.slot_bytes = (uint64_t)slot_bytes;
     work.copy = (Copy)(uintptr_t)copy;
-    work.wait = (Wait)(uintptr_t)wait;
+    work.mark = (Mark)(uintptr_t)mark;
+    work.query = (Query)(uintptr_t)query;
     Py_BEGIN_ALLOW_THREADS
     outcome = pump(&work, &code);
     Py_END_ALLOW_THREADS
@@ -135,7 +199,7 @@ static PyObject *py_pump(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"pump", py_pump, METH_VARARGS,
-     "pump(fd, offset, nbytes, target, slots, slot_bytes, streams, copy, wait): see engram_server/_pump.pyi"},
+     "pump(fd, offset, nbytes, target, slots, slot_bytes, copy, mark, query): see engram_server/_pump.pyi"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,19 +1,23 @@
+Slot = tuple[int, int, int, int]
+"""memory, stream, tally, mark: the address of a piece of pinned memory, a stream, the address of 8 bytes of pinned
+memory, zero before their first use, and the address under which the GPU writes there."""
+
 def pump(
     fd: int,
     offset: int,
     nbytes: int,
     target: int,
-    slots: tuple[int, ...],
+    slots: tuple[Slot, ...],
     slot_bytes: int,
-    streams: tuple[int, ...],
     copy: int,
-    wait: int,
+    mark: int,
+    query: int,
 ) -> tuple[str, int, int]:
     """Reads bytes `[offset, offset + nbytes)` of a file piece by piece into the slots, in turn, and starts their
     copies to `target` and following, without the GIL. The last copies may be on their way when it returns.
 
-    slots: addresses of 1 to 64 pieces of pinned memory of `slot_bytes` each; streams: one for each slot. copy,
-    wait: addresses of cuMemcpyHtoDAsync_v2 and cuStreamSynchronize, called in the context of this thread; both 0:
+    slots: 1 to 64 pieces of `slot_bytes` each, of no other thread. copy, mark, query: addresses of
+    cuMemcpyHtoDAsync_v2, cuStreamWriteValue32_v2 and cuStreamQuery, called in the context of this thread; all 0:
     nothing is copied, which measures reading alone. Reads that are short or interrupted are continued.
 
     Returns how it ended, where in the file (the bytes before are read, and their copies started), and a code:
@@ -21,7 +25,8 @@ def pump(
         ("done", offset + nbytes, 0)
         ("end", at, 0)         the file ends there
         ("read", at, errno)
-        ("copy", at, code)     the CUresult of the call; so too for "wait"
+        ("copy", at, code)     the CUresult of the call; so too for "mark"
+        ("wait", at, code)     the CUresult of an earlier copy on a slot's stream
 
-    Raises ValueError for arguments that make no sense.
+    Raises ValueError or TypeError for arguments that make no sense.
     """

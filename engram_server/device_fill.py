@@ -35,6 +35,8 @@ STREAMS: Final = 4
 """For each of a thread's slots; threads share them. The driver takes milliseconds to make a stream ready at its first
 copy (`Staging.warm`), and copies from so few overlap as well as from many."""
 HUGE_PAGE: Final = 2 << 20
+TALLY_BYTES: Final = 64
+"""A cache line, so that no two threads watch the same."""
 
 
 class Chunk(NamedTuple):
@@ -70,13 +72,17 @@ class Copy(NamedTuple):
 
 
 class Slot:
-    """A piece of pinned memory, and the stream of the copies that last read it, which carries others' too."""
+    """A piece of pinned memory, and the stream of the copies that last read it, which carries others' too.
 
-    def __init__(self, driver: Driver, stream: int, view: memoryview) -> None:
+    tally: address of pinned memory, a cache line, where the loop in C counts copies; mark: the same for the GPU."""
+
+    def __init__(self, driver: Driver, stream: int, view: memoryview, tally: int = 0, mark: int = 0) -> None:
         self._driver = driver
         self.stream = stream
         self._busy = False
         self.view = view
+        self.tally = tally
+        self.mark = mark
 
     def wait(self) -> None:
         """Until the memory may be overwritten."""
@@ -99,7 +105,8 @@ class Staging:
 
     def __init__(self, driver: Driver, threads: int, nbytes: int, per_thread: int = SLOTS_PER_THREAD) -> None:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        total = -(-threads * per_thread * size // HUGE_PAGE) * HUGE_PAGE
+        count = threads * per_thread
+        total = -(-count * (size + TALLY_BYTES) // HUGE_PAGE) * HUGE_PAGE
         # Private: shared anonymous memory gets huge pages only where the machine allows them to tmpfs.
         try:
             memory = mmap.mmap(-1, total + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -111,14 +118,19 @@ class Staging:
         _kept.append(memory)
         whole = memoryview(memory)
         first = -address_of(whole) % HUGE_PAGE
-        driver.host_register(address_of(whole) + first, total, read_only=False)
+        begin = address_of(whole) + first
+        driver.host_register(begin, total, read_only=False)
+        on_gpu = driver.host_device_pointer(begin)
         streams = [[driver.stream_create() for _ in range(min(threads, STREAMS))] for _ in range(per_thread)]
         self._of_streams = [Slot(driver, stream, whole[first : first + size]) for each in streams for stream in each]
         self._sets: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
         for thread in range(threads):
-            at = [first + (thread * per_thread + k) * size for k in range(per_thread)]
             shared = [of_slot[thread % STREAMS] for of_slot in streams]
-            self._sets.put([Slot(driver, stream, whole[a : a + size]) for stream, a in zip(shared, at, strict=True)])
+            mine = []
+            for number, stream in enumerate(shared, thread * per_thread):
+                at, tally = first + number * size, count * size + number * TALLY_BYTES
+                mine.append(Slot(driver, stream, whole[at : at + size], begin + tally, on_gpu + tally))
+            self._sets.put(mine)
 
     def warm(self, target: int) -> None:
         """Makes every stream ready, by a copy of zeros to the GPU address `target`, where a fill will write."""

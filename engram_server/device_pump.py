@@ -37,6 +37,7 @@ try:
 except ImportError:
     NATIVE = False
 
+_CALLS: Final = {"copy": "cuMemcpyHtoDAsync", "mark": "cuStreamWriteValue32", "wait": "cuStreamQuery"}
 TURN_S: Final = 1e-4
 ITEM_BYTES: Final = 16 << 20
 """What a thread takes at a time: some milliseconds of work, so that Python has none, and little enough that threads
@@ -108,11 +109,11 @@ def _move(chunk: Chunk, reader: FileReader, slots: Sequence[Slot], piece: int, c
         reader.extent.offset + chunk.start,
         chunk.nbytes,
         chunk.address,
-        tuple(address_of(slot.view) for slot in slots),
+        tuple((address_of(slot.view), slot.stream, slot.tally, slot.mark) for slot in slots),
         piece,
-        tuple(slot.stream for slot in slots),
         calls.copy,
-        calls.wait,
+        calls.mark,
+        calls.query,
     )
     if outcome != "done":
         raise _error(outcome, at, code, reader, calls)
@@ -123,4 +124,4 @@ def _error(outcome: str, at: int, code: int, reader: FileReader, calls: CopyCall
         return reader.truncated()
     if outcome == "read":
         return reader.failed(at, OSError(code, os.strerror(code)))
-    return calls.failed("cuMemcpyHtoDAsync" if outcome == "copy" else "cuStreamSynchronize", code)
+    return calls.failed(_CALLS[outcome], code)

@@ -53,14 +53,17 @@ class HandleTypes(enum.Flag):
 
 
 class CopyCalls(NamedTuple):
-    """Two calls as C functions, for loops in C; both return the driver's code, 0 for success."""
+    """Calls as C functions, for loops in C; each returns the driver's code, 0 for success."""
 
     copy: int
     """Address of cuMemcpyHtoDAsync_v2: (CUdeviceptr target, const void *source, size_t nbytes, CUstream)."""
-    wait: int
-    """Address of cuStreamSynchronize: (CUstream)."""
+    mark: int
+    """Address of cuStreamWriteValue32_v2: (CUstream, CUdeviceptr, uint32_t value, unsigned flags). The GPU writes the
+    value when what came before on the stream is done."""
+    query: int
+    """Address of cuStreamQuery: (CUstream); 600 while work is left."""
     failed: Callable[[str, int], CudaCallFailed]
-    """The error for a call, as this interface names it ("cuMemcpyHtoDAsync", "cuStreamSynchronize"), and its code."""
+    """The error for a call, by its name without "_v2", and its code."""
 
 
 class Driver(Protocol):
@@ -188,7 +191,7 @@ class Driver(Protocol):
         ...
 
     def copy_calls(self) -> CopyCalls:
-        """`copy_to_device_async` and `stream_synchronize` for C; good as long as this driver is."""
+        """What C needs to copy to the device and to know when it is done; good as long as this driver is."""
         ...
 
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:

@@ -288,13 +288,14 @@ class RealDriver:
     def copy_calls(self) -> CopyCalls:
         try:
             library = ctypes.CDLL("libcuda.so.1")  # the one that the bindings have loaded
-            copy, wait = (_address(call) for call in (library.cuMemcpyHtoDAsync_v2, library.cuStreamSynchronize))
+            copy, mark = _address(library.cuMemcpyHtoDAsync_v2), _address(library.cuStreamWriteValue32_v2)
+            query = _address(library.cuStreamQuery)
         except (OSError, AttributeError) as error:
             raise CudaUnavailable(
                 problem=f"the driver's library has no calls to be found ({error})",
                 remedy="let the loader find libcuda.so.1",
             ) from error
-        return CopyCalls(copy, wait, self._failed)
+        return CopyCalls(copy, mark, query, self._failed)
 
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoH", target, source, nbytes)

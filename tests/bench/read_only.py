@@ -102,12 +102,12 @@ def read_all(share: Share, base: int, a_thread: int) -> None:
 
     def work(mine: Iterator[tuple[str, int, int]], stop: threading.Event) -> None:
         first = bases.get_nowait()
-        slots = tuple(first + k * share.slot_bytes for k in range(share.slots))
+        slots = tuple((first + k * share.slot_bytes, 0, 0, 0) for k in range(share.slots))
         files: dict[str, int] = {}
         for path, at, nbytes in mine:
             if path not in files:
                 files[path] = os.open(path, os.O_RDONLY)
-            outcome = pump(files[path], at, nbytes, 0, slots, share.slot_bytes, (0,) * share.slots, 0, 0)
+            outcome = pump(files[path], at, nbytes, 0, slots, share.slot_bytes, 0, 0, 0)
             if outcome[0] != "done":
                 raise SystemExit(f"{path}: {outcome}")
         for fd in files.values():

@@ -81,7 +81,8 @@ def test_every_byte_of_a_file_arrives(tmp_path: Path, ordinal: int, slot_bytes: 
 def test_the_driver_names_the_codes_that_its_functions_give() -> None:
     calls = DRIVER.copy_calls()
     assert calls.copy
-    assert calls.wait
+    assert calls.mark
+    assert calls.query
     error = calls.failed("cuMemcpyHtoDAsync", 1)
     assert isinstance(error, CudaCallFailed)
     assert (error.call, error.name) == ("cuMemcpyHtoDAsync", "CUDA_ERROR_INVALID_VALUE")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -24,7 +25,15 @@ from tests.support.fake_machinery import driver_call, fail, is_mapped
 from tests.support.fake_vmm import PAGE, FakeVmm
 
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
-_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+_MARK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
+_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+NOT_READY = 600
+
+
+def _copy(target: int, source: int, nbytes: int, bad: bool) -> None:
+    ctypes.memmove(target, source, nbytes)
+    if bad:
+        ctypes.c_ubyte.from_address(target + nbytes // 2).value ^= 4
 
 
 class FakeDriver(FakeVmm):
@@ -33,7 +42,11 @@ class FakeDriver(FakeVmm):
     def __init__(self) -> None:
         super().__init__()
         self._errors: list[BaseException] = []
-        self._callbacks = _COPY(self._coded(self.copy_to_device_async)), _WAIT(self._coded(self.stream_synchronize))
+        self._callbacks = (
+            _COPY(self._coded(self.copy_to_device_async)),
+            _MARK(self._coded(self.stream_write_value)),
+            _QUERY(self._coded(self.stream_query)),
+        )
 
     # Registered host memory
 
@@ -73,7 +86,11 @@ class FakeDriver(FakeVmm):
     def host_device_pointer(self, address: int) -> int:
         if address not in self._registered:
             raise fail("cuMemHostGetDevicePointer", "INVALID_VALUE")
-        return address + (list(self._registered).index(address) << 40 if self.settings.scattered else 0)
+        return address + self._shift(list(self._registered).index(address))
+
+    def _shift(self, number: int) -> int:
+        """How far from the CPU's address a GPU has the registered memory of that number."""
+        return number << 40 if self.settings.scattered else 0
 
     # Streams and copies
 
@@ -93,7 +110,7 @@ class FakeDriver(FakeVmm):
     def stream_synchronize(self, stream: int) -> None:
         if stream not in self._streams:
             raise fail("cuStreamSynchronize", "INVALID_HANDLE")
-        self._finish_copies(stream)
+        self._finish(stream)
 
     waits = 0
     """How often a stream was made to wait."""
@@ -129,24 +146,50 @@ class FakeDriver(FakeVmm):
             raise fail(call, "INVALID_VALUE", "the target is not writable")
         # As late as a real one may come: a source that is freed or reused before then is found out.
         bad = self._counts[call] == self.settings.bad_copy
-        self._copies.setdefault(stream, []).append((target, source, nbytes, bad))
+        self._enqueue(stream, functools.partial(_copy, target, source, nbytes, bad))
+
+    def _enqueue(self, stream: int, work: Callable[[], None]) -> None:
+        with self._working:
+            self._work.setdefault(stream, []).append(work)
 
     def copy_calls(self) -> CopyCalls:
         """C functions that take the interpreter lock by themselves, and whose codes count what has failed."""
-        copy, wait = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
-        return CopyCalls(copy, wait, self._error_of)
+        addresses = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
+        return CopyCalls(*addresses, self._error_of)
 
-    def _coded(self, method: Callable[..., None]) -> Callable[..., int]:
+    def _coded(self, method: Callable[..., int | None]) -> Callable[..., int]:
         def call(*args: Any) -> int:
             try:
-                method(*args)
+                return method(*args) or 0
             except BaseException as error:  # ctypes would print it, and answer success
                 with self.lock:
                     self._errors.append(error)
                     return len(self._errors)
-            return 0
 
         return call
+
+    @driver_call("cuStreamWriteValue32", context=True)
+    def stream_write_value(self, stream: int, address: int, value: int, flags: int) -> None:
+        call = "cuStreamWriteValue32"
+        if stream not in self._streams or flags:
+            raise fail(call, "INVALID_VALUE")
+        for number, (start, (size, _)) in enumerate(self._registered.items()):
+            host = address - self._shift(number)
+            if start <= host and host + 4 <= start + size:
+                word = ctypes.c_uint32.from_address(host)
+                self._enqueue(stream, functools.partial(setattr, word, "value", value))
+                return
+        raise fail(call, "INVALID_VALUE", "not an address of registered memory, as the GPU knows it")
+
+    @driver_call("cuStreamQuery", context=True)
+    def stream_query(self, stream: int) -> int:
+        """As late as can be: what is still to be done when it is asked for is done then, and was not ready."""
+        if stream not in self._streams:
+            raise fail("cuStreamQuery", "INVALID_HANDLE")
+        if stream not in self._work:
+            return 0
+        self._finish(stream)
+        return NOT_READY
 
     def _error_of(self, call: str, code: int) -> CudaCallFailed:
         error = self._errors[code - 1]
@@ -157,15 +200,13 @@ class FakeDriver(FakeVmm):
 
     @driver_call("cuCtxSynchronize", context=True)
     def synchronize(self) -> None:
-        for stream in list(self._copies):
-            self._finish_copies(stream)
+        for stream in list(self._work):
+            self._finish(stream)
 
-    def _finish_copies(self, stream: int) -> None:
-        with self._copying:  # until they are done for every thread that waits for them
-            for target, source, nbytes, bad in self._copies.pop(stream, []):
-                ctypes.memmove(target, source, nbytes)
-                if bad:
-                    ctypes.c_ubyte.from_address(target + nbytes // 2).value ^= 4
+    def _finish(self, stream: int) -> None:
+        with self._working:  # until it is done for every thread that waits for it
+            for work in self._work.pop(stream, []):
+                work()
 
     @driver_call("cuMemcpyDtoH", context=True)
     def copy_from_device(self, target: int, source: int, nbytes: int) -> None:

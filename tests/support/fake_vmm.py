@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -62,8 +62,9 @@ class FakeVmm:
         self._registered: dict[int, tuple[int, bool]] = {}
         self._contexts: Counter[int] = Counter()
         self._streams: set[int] = set()
-        self._copies: dict[int, list[tuple[int, int, int, bool]]] = {}
-        self._copying = threading.Lock()
+        self._work: dict[int, list[Callable[[], None]]] = {}
+        """By stream, what was started and not waited for yet."""
+        self._working = threading.Lock()
         self._current = threading.local()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         chosen = range(self.settings.gpus) if visible is None else [int(i) for i in visible.split(",") if i]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -234,19 +235,25 @@ def test_a_bit_that_flips_on_its_way_to_the_gpu_is_found_and_placed(
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("pure", "call"),
     [
-        "cuMemSetAccess:1",
-        "cuMemHostRegister:1",
-        "cuMemcpyHtoDAsync:1",  # of those that make the streams ready
-        "cuMemcpyHtoDAsync:9",  # of rows
-        "cuStreamSynchronize:4",
-        "cuStreamSynchronize:12",
-        "cuLibraryLoadData:1",
-        "cuLaunchKernel:1",
+        *itertools.product(
+            ("0", "1"),
+            (
+                "cuMemSetAccess:1",
+                "cuMemHostRegister:1",
+                "cuMemcpyHtoDAsync:1",  # of those that make the streams ready
+                "cuMemcpyHtoDAsync:9",  # of rows
+                "cuStreamSynchronize:4",
+                "cuLibraryLoadData:1",
+                "cuLaunchKernel:1",
+            ),
+        ),
+        ("0", "cuStreamWriteValue32:3"),
+        ("0", "cuStreamQuery:1"),
+        ("1", "cuStreamSynchronize:12"),
     ],
 )
-@pytest.mark.parametrize("pure", ["0", "1"])
 def test_a_driver_call_that_fails_in_the_children_is_named_and_leaves_no_child(
     scene: Scene, small: Path, monkeypatch: pytest.MonkeyPatch, call: str, pure: str
 ) -> None:

@@ -26,29 +26,44 @@ if not device_pump.NATIVE:
 from engram_server._pump import pump
 
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
-WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+MARK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
+QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+NOT_READY = 600
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parents[1] / "support" / "short_reads.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 TARGET = 1 << 40
 STREAM = 1000
+ELSEWHERE = 1 << 50
+"""Where the GPU has the tallies."""
+NOWHERE = (0, 0, 0)
+
+
+class Tally(ctypes.Structure):
+    _fields_ = (("fetched", ctypes.c_uint32), ("sent", ctypes.c_uint32))
 
 
 class Gpu:
-    """Slots with a stream each, and a copy and a wait of whose calls one may fail. Copies are made when they are
-    waited for: a slot that is used too early would be found out."""
+    """Slots with a stream each, and driver's calls of which one may fail. What is on a stream is done when somebody
+    asks for it: a slot that is used too early would be found out."""
 
     def __init__(self, slots: int, slot_bytes: int, fail: tuple[str, int, int] = ("", 0, 0)) -> None:
         self.slot_bytes, self.fail = slot_bytes, fail
         self.memories = [ctypes.create_string_buffer(slot_bytes) for _ in range(slots)]
+        self.tallies = [Tally() for _ in range(slots)]
         self.addresses = tuple(ctypes.addressof(memory) for memory in self.memories)
         self.streams = tuple(STREAM + index for index in range(slots))
         self.calls: list[tuple[Any, ...]] = []
-        self.counts = {"copy": 0, "wait": 0}
+        self.counts = {"copy": 0, "mark": 0, "query": 0}
         self.pending: dict[int, tuple[int, int, int]] = {}
+        self.marks: dict[int, int] = {}
         self.arrived: dict[int, bytes] = {}
         self.on_copy = lambda: None
-        self._callbacks = COPY(self._copy), WAIT(self._wait)
+        self.ready_says = NOT_READY
+        """What a query answers that has just finished what was left; later ones answer 0."""
+        self.prompt = False
+        """Whether all is done at once, before anybody asks."""
+        self._callbacks = COPY(self._copy), MARK(self._mark), QUERY(self._query)
 
     def _failing(self, call: str) -> int:
         self.counts[call] += 1
@@ -64,23 +79,42 @@ class Gpu:
         self.on_copy()
         return 0
 
-    def _wait(self, stream: int) -> int:
-        self.calls.append(("wait", stream))
-        if code := self._failing("wait"):
+    def _mark(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append(("mark", stream))
+        if code := self._failing("mark"):
             return code
-        if stream in self.pending:
-            target, source, nbytes = self.pending.pop(stream)
-            self.arrived[target] = ctypes.string_at(source, nbytes)
+        assert (address, flags) == (ELSEWHERE + stream, 0)
+        assert stream in self.pending
+        self.marks[stream] = value
+        if self.prompt:
+            self._finish(stream)
         return 0
 
+    def _query(self, stream: int) -> int:
+        self.calls.append(("query", stream))
+        if code := self._failing("query"):
+            return code
+        return self.ready_says if self._finish(stream) else 0
+
+    def _finish(self, stream: int) -> bool:
+        if stream not in self.pending:
+            return False
+        target, source, nbytes = self.pending.pop(stream)
+        self.arrived[target] = ctypes.string_at(source, nbytes)
+        self.tallies[stream - STREAM].fetched = self.marks.pop(stream, 0)
+        return True
+
     def pump(self, fd: int, offset: int, nbytes: int) -> tuple[str, int, int]:
-        copy, wait = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks)
-        return pump(fd, offset, nbytes, TARGET, self.addresses, self.slot_bytes, self.streams, copy, wait)
+        tallies = map(ctypes.addressof, self.tallies)
+        marks = (ELSEWHERE + stream for stream in self.streams)
+        slots = tuple(zip(self.addresses, self.streams, tallies, marks, strict=True))
+        calls = [ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self._callbacks]
+        return pump(fd, offset, nbytes, TARGET, slots, self.slot_bytes, *calls)
 
     def content(self) -> bytes:
         """What is at TARGET and following, once all copies have come to their end."""
         for stream in list(self.pending):
-            self._wait(stream)
+            self._finish(stream)
         at, parts = TARGET, []
         for target, part in sorted(self.arrived.items()):
             assert target == at
@@ -107,7 +141,7 @@ def file() -> Iterator[int]:
 def test_every_byte_arrives_once_through_the_slots_in_turn(
     size: int, cut: tuple[float, float], slots: int, slot_bytes: int
 ) -> None:
-    size = min(size, 200 * slot_bytes)
+    size = min(size, 40 * slot_bytes)  # each of them is waited for until the driver is asked
     start, stop = sorted(round(share * size) for share in cut)
     raw = os.urandom(size)
     fd = os.memfd_create("pumped")
@@ -122,14 +156,14 @@ def test_every_byte_arrives_once_through_the_slots_in_turn(
         assert (source, stream) == (gpu.addresses[index % slots], gpu.streams[index % slots])
         end = start + target - TARGET + nbytes
         assert end % slot_bytes == 0 or end == stop
-        assert gpu.calls.index(("wait", stream)) < gpu.calls.index(copies[index])
-    assert gpu.counts["wait"] == len(copies)
+        assert gpu.calls[gpu.calls.index(copies[index]) + 1] == ("mark", stream)
+    assert gpu.counts["query"] == max(0, len(copies) - slots), "the driver is asked once, and then the mark is there"
     assert gpu.content() == raw[start:stop]
 
 
 def test_without_a_copy_it_reads_alone(file: int) -> None:
     memory = ctypes.create_string_buffer(4096)
-    outcome = pump(file, 4096, 8192, 0, (ctypes.addressof(memory),), 4096, (0,), 0, 0)
+    outcome = pump(file, 4096, 8192, 0, ((ctypes.addressof(memory), *NOWHERE),), 4096, 0, 0, 0)
     assert outcome == ("done", 12288, 0)
     assert memory.raw == os.pread(file, 4096, 8192)
 
@@ -163,31 +197,51 @@ def test_an_error_of_a_read_is_its_errno_and_its_place(tmp_path: Path, kind: str
         os.close(fd)
 
 
-@pytest.mark.parametrize("call", ["copy", "wait"])
+@pytest.mark.parametrize("call", ["copy", "mark", "query"])
 @pytest.mark.parametrize("nth", [1, 2, 9])
 def test_a_call_that_fails_is_the_last_and_its_code_comes_back(file: int, call: str, nth: int) -> None:
     gpu = Gpu(2, 4096, fail=(call, nth, 719))
-    assert gpu.pump(file, 0, 90_000) == (call, (nth - 1) * 4096, 719)
+    piece = nth + 1 if call == "query" else nth - 1  # the first two pieces need no wait
+    assert gpu.pump(file, 0, 90_000) == ("wait" if call == "query" else call, piece * 4096, 719)
     assert gpu.calls[-1][0] == call
     assert gpu.counts[call] == nth
 
 
+def test_a_slot_that_is_marked_costs_no_call_of_the_driver(file: int) -> None:
+    gpu = Gpu(2, 4096)
+    gpu.prompt = True
+    assert gpu.pump(file, 0, 50_000) == ("done", 50_000, 0)
+    assert gpu.pump(file, 50_000, 50_000)[0] == "done", "the tallies go on"
+    assert gpu.counts["query"] == 0
+
+
+def test_a_stream_that_is_done_is_enough_where_the_mark_is_not_seen(file: int) -> None:
+    gpu = Gpu(1, 4096)
+    gpu.ready_says = 0
+    gpu._callbacks = (gpu._callbacks[0], MARK(lambda *_: 0), gpu._callbacks[2])
+    assert gpu.pump(file, 0, 30_000) == ("done", 30_000, 0)
+    assert gpu.content() == os.pread(file, 30_000, 0)
+
+
 def test_other_threads_run_meanwhile(file: int) -> None:
-    """The wait is sem_wait itself, which never takes the interpreter lock: only another thread of Python ends it."""
-    library = ctypes.CDLL(None)
-    semaphore = ctypes.create_string_buffer(64)
-    assert library.sem_init(semaphore, 0, 0) == 0
-    callback, memory = COPY(lambda *_: 0), ctypes.create_string_buffer(65536)
-    copy, wait = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (callback, library.sem_wait))
-    slot, stream = (ctypes.addressof(memory),), (ctypes.addressof(semaphore),)
+    """What it asks meanwhile is abs itself, which never takes the interpreter lock and says that nothing is ready: only
+    another thread of Python ends the wait."""
+    memory, tally = ctypes.create_string_buffer(65536), Tally()
+    copied = threading.Semaphore(0)
+    copy, mark = COPY(lambda *_: 0), MARK(lambda *_: copied.release() or 0)
+    calls = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (copy, mark, ctypes.CDLL(None).abs)]
+    slots = ((ctypes.addressof(memory), NOT_READY, ctypes.addressof(tally), 0),)
     done: list[tuple[str, int, int]] = []
-    work = lambda: done.append(pump(file, 0, 100_000, TARGET, slot, 65536, stream, copy, wait))  # noqa: E731
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=lambda: done.append(pump(file, 0, 200_000, TARGET, slots, 65536, *calls)))
+    os.pwrite(file, b"x", 199_999)
     thread.start()
-    library.sem_post(semaphore)
-    library.sem_post(semaphore)
+    for number in (1, 2, 3):
+        copied.acquire()
+        assert tally.sent == number
+        assert not done
+        tally.fetched = number
     thread.join()
-    assert done == [("done", 100_000, 0)]
+    assert done == [("done", 200_000, 0)]
 
 
 def test_signals_change_nothing() -> None:
@@ -207,7 +261,11 @@ def test_signals_change_nothing() -> None:
     memory = ctypes.create_string_buffer(b"x" * (1 << 20), 1 << 20)
     try:
         thread.start()
-        assert pump(fd, 0, 64 << 20, 0, (ctypes.addressof(memory),), 1 << 20, (0,), 0, 0) == ("done", 64 << 20, 0)
+        assert pump(fd, 0, 64 << 20, 0, ((ctypes.addressof(memory), *NOWHERE),), 1 << 20, 0, 0, 0) == (
+            "done",
+            64 << 20,
+            0,
+        )
     finally:
         stop.set()
         thread.join()
@@ -229,7 +287,7 @@ def test_reads_that_are_short_or_interrupted_are_continued_and_an_io_error_ends_
         from engram_server._pump import pump
         memory = ctypes.create_string_buffer(1 << 20)
         fd = os.open(sys.argv[1], os.O_RDONLY)
-        print(*pump(fd, 7, 299_993, 0, (ctypes.addressof(memory) + 7,), 1 << 20, (0,), 0, 0))
+        print(*pump(fd, 7, 299_993, 0, ((ctypes.addressof(memory) + 7, 0, 0, 0),), 1 << 20, 0, 0, 0))
         sys.stdout.flush()
         sys.stdout.buffer.write(memory.raw[7:300_000])
     """
@@ -253,18 +311,20 @@ def test_reads_that_are_short_or_interrupted_are_continued_and_an_io_error_ends_
         {"offset": -1},
         {"nbytes": -1},
         {"slot_bytes": 0},
-        {"slots": (), "streams": ()},
-        {"streams": (1, 2)},
-        {"slots": (1,) * 65, "streams": (1,) * 65},
+        {"slots": ()},
+        {"slots": ((1, 0, 0, 0),) * 65},
+        {"slots": (1,)},
+        {"slots": ((1, 2, 3),)},
         {"copy": 1},
+        {"copy": 1, "mark": 1},
         {"offset": 2**63 - 1},
     ],
     ids=str,
 )
 def test_arguments_that_make_no_sense_are_refused(file: int, changed: dict[str, Any]) -> None:
-    sensible = {"offset": 0, "nbytes": 1, "target": 0, "slots": (1,), "slot_bytes": 1, "streams": (1,)}
-    given_ = {**sensible, "copy": 0, "wait": 0, **changed}
-    with pytest.raises(ValueError, match="needed"):
+    sensible = {"offset": 0, "nbytes": 1, "target": 0, "slots": ((1, 0, 0, 0),), "slot_bytes": 1}
+    given_ = {**sensible, "copy": 0, "mark": 0, "query": 0, **changed}
+    with pytest.raises((ValueError, TypeError), match=r"needed|four addresses"):
         pump(file, *given_.values())
 
 
