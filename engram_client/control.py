@@ -46,7 +46,7 @@ class ControlConnection:
     """
 
     def __init__(self, endpoint: str, handover: HandoverConnection) -> None:
-        check_descriptors()
+        _check_descriptors()
         self._handover = handover
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -115,11 +115,8 @@ class ControlConnection:
             raise ConnectTimeout(timeout_s=timeout, doing=doing, cause=cause)
 
 
-def check_descriptors() -> None:
+def _check_descriptors() -> None:
     """libzmq aborts the whole process, an engine's rank, when it cannot have its descriptors. It takes eight.
-
-    Where they outgrow the process's table of descriptors, Linux makes a larger one, for good. In a process with threads
-    it then waits until no core may still read the old one: 20 ms and more.
 
     Raises TooFewDescriptors.
     """

@@ -5,12 +5,14 @@ Needs torch. Everything that can fail for want of a GPU, a driver or a compiler 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engram_client.control import check_descriptors
 from engram_client.cuda.access import cuda_driver
 from engram_client.errors import GpuNotFound, MalformedMessage
 from engram_client.layout import whole
@@ -27,11 +29,15 @@ if TYPE_CHECKING:
     from engram_client.table import MappedTable
 
 
+_DESCRIPTORS = 64
+"""What an attach takes, with room: 25, and the driver's for each segment."""
+
+
 def prepare(ordinal: int) -> Kernels:
     """The kernels on GPU `ordinal`, compiled at first use on this machine, which takes seconds, and everything else
     that a first attach would wait for: before a ticket's time runs.
 
-    Raises NoDriver, CudaUnavailable, GpuNotFound, TooFewDescriptors, KernelCompileFailed or CudaCallFailed.
+    Raises NoDriver, CudaUnavailable, GpuNotFound, KernelCompileFailed or CudaCallFailed.
     """
     uuids = visible_gpus(cuda_driver())
     if ordinal >= len(uuids):
@@ -40,10 +46,18 @@ def prepare(ordinal: int) -> Kernels:
     import engram_client.table  # noqa: F401  registers torch's operators: 80 ms
 
     decode(encode(Done()), Reply | HandoverReply)  # looks through the types of all messages, once: 3 ms
-    runtime.SideStream(ordinal)  # torch makes its streams of a GPU at the first: 4 ms
     kernels = Kernels.on(ordinal)
-    check_descriptors()  # last, for the driver takes some: 20 ms where their table grows
+    runtime.make_streams(ordinal)
+    _make_room_for_descriptors()  # last, for driver and kernels take some themselves
     return kernels
+
+
+def _make_room_for_descriptors() -> None:
+    """Where descriptors outgrow a process's table of them, Linux makes a larger one, for good. In a process with
+    threads it then waits until no core may still read the old one: 20 ms and more."""
+    with contextlib.suppress(OSError):  # no /proc, or not so many allowed: then the attach waits, or says what it lacks
+        with open(os.devnull, "rb") as file:
+            os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, len(os.listdir("/proc/self/fd")) + _DESCRIPTORS))
 
 
 class GpuTables:

@@ -19,6 +19,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 #include <unistd.h>
 
 _Static_assert(sizeof(off_t) == 8, "offsets of files need 64 bits");
@@ -31,9 +32,9 @@ typedef int (*Query)(void *stream);
 
 enum {
     MOST_SLOTS = 64,
-    NOT_READY = 600, /* CUDA_ERROR_NOT_READY */
-    TURNS_TO_YIELD = 256,
-    TURNS_TO_ASK = 1 << 14 /* half a millisecond or so: only a copy that failed is never marked */
+    NOT_READY = 600,     /* CUDA_ERROR_NOT_READY */
+    TURNS_TO_LOOK = 256, /* then other threads get the core, which there may be too few of */
+    ASK_AFTER_NS = 500000 /* longer than a copy takes as a rule: only of one that failed is there never a mark */
 };
 
 /* Of a slot, in pinned memory: how many copies were started, and how many the GPU says it has done. Their numbers go on
@@ -73,20 +74,37 @@ static void relax(void)
 #endif
 }
 
-/* Until the slot may be overwritten. Returns 0, or the code of what failed on its stream. */
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static int is_fetched(const Slot *slot)
+{
+    return atomic_load_explicit(&slot->tally->fetched, memory_order_acquire) == slot->tally->sent;
+}
+
+/* Until the slot may be overwritten. Returns 0, or the code of what failed on its stream or before. */
 static int wait_until_fetched(const Work *work, const Slot *slot)
 {
-    for (unsigned turn = 1; atomic_load_explicit(&slot->tally->fetched, memory_order_acquire) != slot->tally->sent;
-         turn++) {
-        if (turn % TURNS_TO_ASK == 0) {
+    int64_t asked = 0;
+    for (unsigned turn = 0; !is_fetched(slot); turn++) {
+        if (turn % TURNS_TO_LOOK) {
+            relax();
+            continue;
+        }
+        int64_t now = now_ns();
+        if (!asked)
+            asked = now;
+        if (now - asked >= ASK_AFTER_NS) {
             int code = work->query(slot->stream);
             if (code != NOT_READY)
                 return code; /* 0: all that was on the stream is done */
+            asked = now;
         }
-        if (turn % TURNS_TO_YIELD == 0)
-            sched_yield();
-        else
-            relax();
+        sched_yield();
     }
     return 0;
 }
@@ -140,6 +158,27 @@ static const char *pump(Work *work, int *code)
 }
 
 /* Takes a tuple of (memory, stream, tally, mark). False with an exception set. */
+static int take_slot(Slot *slot, PyObject *item, int marked)
+{
+    unsigned long long numbers[4];
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 4) {
+        PyErr_SetString(PyExc_TypeError, "a slot is a tuple of four addresses");
+        return 0;
+    }
+    for (Py_ssize_t k = 0; k < 4; k++) {
+        numbers[k] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(item, k));
+        if (PyErr_Occurred())
+            return 0;
+    }
+    if (marked && (!numbers[2] || !numbers[3] || numbers[2] % _Alignof(Tally) || numbers[3] % 4)) {
+        PyErr_SetString(PyExc_ValueError, "a tally is needed, where numbers of four bytes may be");
+        return 0;
+    }
+    *slot = (Slot){(void *)(uintptr_t)numbers[0], (void *)(uintptr_t)numbers[1], (Tally *)(uintptr_t)numbers[2],
+                   numbers[3]};
+    return 1;
+}
+
 static int take_slots(Work *work, PyObject *slots)
 {
     Py_ssize_t count = PyTuple_Size(slots);
@@ -148,20 +187,9 @@ static int take_slots(Work *work, PyObject *slots)
         return 0;
     }
     work->slot_count = (unsigned)count;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        unsigned long long memory, stream, tally;
-        Slot *slot = &work->slots[index];
-        PyObject *item = PyTuple_GetItem(slots, index);
-        if (!PyTuple_Check(item)) {
-            PyErr_SetString(PyExc_TypeError, "a slot is a tuple of four addresses");
+    for (Py_ssize_t index = 0; index < count; index++)
+        if (!take_slot(&work->slots[index], PyTuple_GetItem(slots, index), work->copy != NULL))
             return 0;
-        }
-        if (!PyArg_ParseTuple(item, "KKKK;a slot is a tuple of four addresses", &memory, &stream, &tally, &slot->mark))
-            return 0;
-        slot->memory = (void *)(uintptr_t)memory;
-        slot->stream = (void *)(uintptr_t)stream;
-        slot->tally = (Tally *)(uintptr_t)tally;
-    }
     return 1;
 }
 
@@ -182,8 +210,6 @@ static PyObject *py_pump(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "a range of a file is needed, and all three calls or none");
         return NULL;
     }
-    if (!take_slots(&work, slots))
-        return NULL;
     work.at = (uint64_t)offset;
     work.end = (uint64_t)offset + (uint64_t)nbytes;
     work.target = target;
@@ -191,6 +217,8 @@ static PyObject *py_pump(PyObject *self, PyObject *args)
     work.copy = (Copy)(uintptr_t)copy;
     work.mark = (Mark)(uintptr_t)mark;
     work.query = (Query)(uintptr_t)query;
+    if (!take_slots(&work, slots))
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
     outcome = pump(&work, &code);
     Py_END_ALLOW_THREADS

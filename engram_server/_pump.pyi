@@ -18,7 +18,8 @@ def pump(
 
     slots: 1 to 64 pieces of `slot_bytes` each, of no other thread. copy, mark, query: addresses of
     cuMemcpyHtoDAsync_v2, cuStreamWriteValue32_v2 and cuStreamQuery, called in the context of this thread; all 0:
-    nothing is copied, which measures reading alone. Reads that are short or interrupted are continued.
+    nothing is copied, which measures reading alone. Reads that are short or interrupted are continued. A slot that is
+    still to be fetched is watched, by a core that does nothing else and yields it every few microseconds.
 
     Returns how it ended, where in the file (the bytes before are read, and their copies started), and a code:
 
@@ -26,7 +27,7 @@ def pump(
         ("end", at, 0)         the file ends there
         ("read", at, errno)
         ("copy", at, code)     the CUresult of the call; so too for "mark"
-        ("wait", at, code)     the CUresult of an earlier copy on a slot's stream
+        ("wait", at, code)     that of something started earlier in this context, perhaps by another thread
 
-    Raises ValueError or TypeError for arguments that make no sense.
+    Raises ValueError, TypeError or OverflowError for arguments that make no sense.
     """

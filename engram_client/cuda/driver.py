@@ -187,7 +187,7 @@ class Driver(Protocol):
         ...
 
     def copy_to_device_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """From registered host memory; `source` may be reused after `stream_synchronize`."""
+        """From registered host memory; `source` may be reused when the stream has come so far."""
         ...
 
     def copy_calls(self) -> CopyCalls:

@@ -292,8 +292,8 @@ class RealDriver:
             query = _address(library.cuStreamQuery)
         except (OSError, AttributeError) as error:
             raise CudaUnavailable(
-                problem=f"the driver's library has no calls to be found ({error})",
-                remedy="let the loader find libcuda.so.1",
+                problem=f"the driver's library lacks a call ({error})",
+                remedy="let the loader find libcuda.so.1 of a driver for CUDA 12 or newer",
             ) from error
         return CopyCalls(copy, mark, query, self._failed)
 

@@ -28,6 +28,8 @@ _COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.
 _MARK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
 _QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 NOT_READY = 600
+FIRST_CODE = 1000
+"""Of the errors that C functions answer by number."""
 
 
 def _copy(target: int, source: int, nbytes: int, bad: bool) -> None:
@@ -90,7 +92,7 @@ class FakeDriver(FakeVmm):
 
     def _shift(self, number: int) -> int:
         """How far from the CPU's address a GPU has the registered memory of that number."""
-        return number << 40 if self.settings.scattered else 0
+        return (number + 1) << 40 if self.settings.scattered else 0
 
     # Streams and copies
 
@@ -164,18 +166,20 @@ class FakeDriver(FakeVmm):
             except BaseException as error:  # ctypes would print it, and answer success
                 with self.lock:
                     self._errors.append(error)
-                    return len(self._errors)
+                    return FIRST_CODE + len(self._errors) - 1
 
         return call
 
     @driver_call("cuStreamWriteValue32", context=True)
     def stream_write_value(self, stream: int, address: int, value: int, flags: int) -> None:
         call = "cuStreamWriteValue32"
-        if stream not in self._streams or flags:
+        if stream not in self._streams:
+            raise fail(call, "INVALID_HANDLE")
+        if flags or address % 4:
             raise fail(call, "INVALID_VALUE")
-        for number, (start, (size, _)) in enumerate(self._registered.items()):
+        for number, (start, (size, read_only)) in enumerate(self._registered.items()):
             host = address - self._shift(number)
-            if start <= host and host + 4 <= start + size:
+            if start <= host and host + 4 <= start + size and not read_only:
                 word = ctypes.c_uint32.from_address(host)
                 self._enqueue(stream, functools.partial(setattr, word, "value", value))
                 return
@@ -192,7 +196,7 @@ class FakeDriver(FakeVmm):
         return NOT_READY
 
     def _error_of(self, call: str, code: int) -> CudaCallFailed:
-        error = self._errors[code - 1]
+        error = self._errors[code - FIRST_CODE]
         if not isinstance(error, CudaCallFailed):
             raise error
         assert error.call == call

@@ -20,6 +20,7 @@ from engram_client.control import query_status
 from engram_client.cuda.access import cuda_driver
 from engram_client.errors import (
     CountsInvalid,
+    CudaCallFailed,
     CudaUnavailable,
     EngramError,
     IdsDeviceInvalid,
@@ -37,7 +38,7 @@ from tests.support.asking import Asking, hashed_ids, starts_of
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_runtime import FAKE, on_fake
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 from tests.support.reference import CheckpointReference
 
 
@@ -96,14 +97,18 @@ def test_every_way_of_asking_gives_the_checkpoints_rows(
         assert min(compared) > 4000
 
 
-def attach_with_a_full_table(rank: int, world_size: int, endpoint: str, machine: dict[str, Any]) -> tuple[int, ...]:
-    """Room in the process's table of descriptors: full but for two, after prepare(), after an attach."""
+def attach_with_a_full_table(
+    rank: int, world_size: int, endpoint: str, machine: dict[str, Any], free: int
+) -> tuple[int, ...]:
+    """Room in the process's table of descriptors: full but for `free`, after prepare(), after an attach."""
     on_fake(machine)
     prepare(0)
-    taken = [os.open(os.devnull, os.O_RDONLY)]
-    while taken[-1] < room_for_descriptors() - 3:
-        taken.append(os.dup(taken[0]))
     sizes = [room_for_descriptors()]
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < sizes[0] - 1:
+        taken.append(os.dup(taken[0]))
+    for descriptor in taken[-free:]:
+        os.close(descriptor)
     prepare(0)
     sizes.append(room_for_descriptors())
     with connect(endpoint, rank=rank, world_size=world_size, device="cuda:0"):
@@ -116,13 +121,32 @@ def room_for_descriptors() -> int:
     return int(line.split()[1])
 
 
-def test_prepare_makes_room_for_the_descriptors_of_an_attach(folder: Path, checkpoint: Path) -> None:
-    machine = {"gpus": 1}
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_prepare_makes_room_for_the_descriptors_of_an_attach(folder: Path, checkpoint: Path, gpus: int) -> None:
+    machine = {"gpus": gpus}
     engram = {"placement": "gpu", "replication": "per_node"}
     with daemon_of(folder, checkpoint, engram, machine) as daemon:
-        ((full, prepared, attached),) = run_ranks(1, attach_with_a_full_table, daemon.endpoint, machine, timeout_s=60)
-    assert prepared > full
-    assert attached == prepared
+        for free in (2, 16, 20, 30, 50):
+            args = (daemon.endpoint, machine, free)
+            ((full, prepared, attached),) = run_ranks(1, attach_with_a_full_table, *args, timeout_s=60)
+            assert prepared > full
+            assert attached == prepared
+
+
+def prepare_without_a_context(rank: int, world_size: int) -> None:
+    on_fake({"gpus": 1}, fail="cuDevicePrimaryCtxRetain:*:CUDA_ERROR_OUT_OF_MEMORY")
+
+    def refused(ordinal: int) -> None:
+        raise RuntimeError("what torch says of a GPU that gives no context")
+
+    runtime.SideStream = refused  # type: ignore[assignment,misc]
+    prepare(0)
+
+
+def test_a_gpu_that_gives_no_context_is_the_drivers_error_and_not_torchs() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(1, prepare_without_a_context)
+    assert isinstance(failed.value.error, CudaCallFailed)
 
 
 def read_from_owners(rank: int, world_size: int, endpoint: str, checkpoint: str, columns_a_part: int) -> int:

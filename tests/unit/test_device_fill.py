@@ -233,6 +233,41 @@ def test_pinned_memory_is_registered_in_one_call_and_huge_pages_begin_in_it(driv
     assert all(start % mmap.PAGESIZE == 0 for start in starts)
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(
+    ("threads", "nbytes", "per_thread"), [(1, MIB, 2), (16, MIB, 2), (3, 4097, 3), (5, 2 * MIB, 4), (64, 4096, 1)]
+)
+def test_every_slot_has_a_cache_line_of_its_own_that_the_gpu_writes(
+    monkeypatch: pytest.MonkeyPatch, scattered: bool, threads: int, nbytes: int, per_thread: int
+) -> None:
+    monkeypatch.setenv("ENGRAM_FAKE_CUDA", json.dumps({"scattered": scattered}))
+    driver = FakeDriver()
+    with driver.context(0):
+        staging = device_fill.Staging(driver, threads, nbytes, per_thread)
+        (begin,) = driver._registered
+        size, _ = driver._registered[begin]
+        shift = driver.host_device_pointer(begin) - begin
+    slots = [slot for _ in range(threads) for slot in staging.slots()]
+    taken = [(device_fill.address_of(slot.view), nbytes) for slot in slots] + [(slot.tally, 64) for slot in slots]
+    ends = sorted((start, start + length) for start, length in taken)
+    assert len(ends) == 2 * threads * per_thread
+    assert begin <= ends[0][0]
+    assert ends[-1][1] <= begin + size
+    assert all(left[1] <= right[0] for left, right in pairwise(ends))
+    assert all(slot.tally % 64 == 0 for slot in slots)
+    assert {slot.mark - slot.tally for slot in slots} == {shift}
+    assert (shift != 0) == scattered
+
+
+@needs_c
+def test_the_gpu_marks_where_it_has_the_tallies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ENGRAM_FAKE_CUDA", json.dumps({"scattered": True}))
+    stage = Stage(FakeDriver(), tmp_path, 3000, 3)
+    stage.fill("c")
+    assert stage.stored == stage.raw
+    stage.close()
+
+
 def test_pinned_memory_that_the_machine_does_not_have_is_an_allocation_that_failed(driver: FakeDriver) -> None:
     with driver.context(0), pytest.raises(AllocationFailed) as failed:
         device_fill.Staging(driver, threads=4, nbytes=1 << 56)
