@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
@@ -57,6 +59,14 @@ class Caller(Protocol):
     def enter(self, call: str, context: bool) -> None: ...
 
     def log(self, **event: Any) -> None: ...
+
+
+def calls_in(log: Path | str) -> list[dict[str, Any]]:
+    """What ENGRAM_FAKE_LOG names, a call an item; nothing where nobody has called. Without a line that another process
+    is still writing."""
+    path = Path(log)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def fail(call: str, name: str, meaning: str = "the fake driver says so") -> CudaCallFailed:

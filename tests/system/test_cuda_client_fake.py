@@ -37,6 +37,7 @@ from tests.support import fake_runtime
 from tests.support.asking import Asking, hashed_ids, starts_of
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.fake_driver import FakeDriver
+from tests.support.fake_machinery import calls_in
 from tests.support.fake_runtime import FAKE, on_fake
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.reference import CheckpointReference
@@ -286,9 +287,9 @@ def use_large_batches(rank: int, world_size: int, endpoint: str, checkpoint: str
     expected = reference.rows(1, ids.numpy()).view(np.int16)
 
     def kernels(ask: Callable[[], torch.Tensor]) -> list[str]:
-        before = len(Path(log).read_text().splitlines())
+        before = len(calls_in(log))
         assert np.array_equal(ask().view(torch.int16).numpy(), expected)
-        events = [json.loads(line) for line in Path(log).read_text().splitlines()[before:]]
+        events = calls_in(log)[before:]
         return [event["args"][0].split("'")[1] for event in events if event["call"] == "cuLaunchKernel"]
 
     with connect(endpoint, rank=0, world_size=1, device="cuda:0") as client:
@@ -324,8 +325,7 @@ def read_large_batches(rank: int, world_size: int, endpoint: str, checkpoint: st
         table = client.table(1)
         for rows in (table.lookup(ids), table.prefetch(ids).wait()):
             assert np.array_equal(rows.view(torch.int16).numpy(), expected)
-        events = [json.loads(line) for line in Path(log).read_text().splitlines()]
-        kernels = [event["args"][0].split("'")[1] for event in events if event["call"] == "cuLaunchKernel"]
+        kernels = [event["args"][0].split("'")[1] for event in calls_in(log) if event["call"] == "cuLaunchKernel"]
         return table.local.memory.value, kernels  # type: ignore[attr-defined]
 
 
@@ -366,11 +366,10 @@ def look_up_into_rows(rank: int, world_size: int, endpoint: str, checkpoint: str
                 ids, out = both[:, 1], torch.empty(tokens, 24, 256, dtype=torch.bfloat16)
                 table.lookup(ids, out)
                 out.fill_(3)
-                before = len(Path(log).read_text().splitlines())
+                before = len(calls_in(log))
                 with NoOperators():
                     table.lookup(ids, out)
-                events = [json.loads(line) for line in Path(log).read_text().splitlines()[before:]]
-                found.append({event["call"] for event in events})
+                found.append({event["call"] for event in calls_in(log)[before:]})
                 expected = reference.rows(1, ids.numpy()).view(np.int16)
                 assert np.array_equal(out.view(torch.int16).numpy(), expected)
     return found

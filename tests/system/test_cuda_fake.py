@@ -22,6 +22,7 @@ from engram_client.protocol import State
 from engram_server.checkpoint import open_checkpoint
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support.daemon import Daemon, running
+from tests.support.fake_machinery import calls_in
 from tests.support.reference import CheckpointReference
 
 PAGE = 2 << 20
@@ -71,8 +72,7 @@ class Scene:
         )
 
     def calls(self, pid: int) -> list[dict[str, Any]]:
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [event for line in lines if (event := json.loads(line))["pid"] == pid]
+        return [event for event in calls_in(self.log) if event["pid"] == pid]
 
 
 @pytest.fixture

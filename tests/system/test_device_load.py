@@ -29,6 +29,7 @@ from engram_server.make_checkpoint import make_checkpoint
 from engram_server.plan import Plan, make_plan
 from engram_server.reader import ALIGNMENT
 from engram_server.segments import Segment, create_segments
+from tests.support.fake_machinery import calls_in
 from tests.support.loads import BLOCK, checkpoint_rows, config, digest, root, run_load
 from tests.support.machines import machine
 
@@ -83,13 +84,11 @@ class Scene:
         self._monkeypatch.setenv("ENGRAM_FAKE_FAIL", what)
 
     def who_called(self, call: str) -> Counter[int]:
-        events = (json.loads(line) for line in self.log.read_text().splitlines())
-        return Counter(event["pid"] for event in events if event["call"] == call)
+        return Counter(event["pid"] for event in calls_in(self.log) if event["call"] == call)
 
     def copies(self) -> list[int]:
         """Bytes of each copy to a GPU."""
-        events = (json.loads(line) for line in self.log.read_text().splitlines())
-        return [int(event["args"][2]) for event in events if event["call"] == "cuMemcpyHtoDAsync"]
+        return [int(event["args"][2]) for event in calls_in(self.log) if event["call"] == "cuMemcpyHtoDAsync"]
 
     def stored(self, segment: Segment) -> np.ndarray:
         rows = segment.info.shard.rows

@@ -25,6 +25,7 @@ from engram_client.protocol import CheckState, StatusReply
 from engram_server.make_checkpoint import make_checkpoint
 from tests.support.call_filter import UNAVAILABLE
 from tests.support.daemon import Daemon, wait_until
+from tests.support.fake_machinery import calls_in
 from tests.support.kept import earliest
 from tests.support.reference import CheckpointReference
 from tests.support.service_manager import ServiceManager
@@ -583,7 +584,7 @@ def test_a_successor_asks_the_gpus_again_only_if_its_configuration_does(
             node.environ = machine | {"ENGRAM_FAKE_LOG": str(calls)}
             _, status = node.start(**({"devices": devices} if devices else {}))
             assert status.adopted == (devices is None)
-            asked = any(json.loads(line)["call"] == "cuMemCreate" for line in calls.read_text().splitlines())
+            asked = any(event["call"] == "cuMemCreate" for event in calls_in(calls))
             assert asked == (devices is not None)
         finally:
             node.clean_up()
