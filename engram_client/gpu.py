@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTORS = 64
-"""What an attach takes, with room: 25, and the driver's for each segment."""
+"""Room for an attach, which takes some 25 for two segments on one GPU, and more for more."""
 
 
 def prepare(ordinal: int) -> Kernels:
-    """The kernels on GPU `ordinal`, compiled at first use on this machine, which takes seconds, and everything else
-    that a first attach would wait for: before a ticket's time runs.
+    """The kernels on GPU `ordinal`, compiled at first use on this machine, which takes seconds, and most of what else
+    a first attach would wait for: before a ticket's time runs.
 
     Raises NoDriver, CudaUnavailable, GpuNotFound, KernelCompileFailed or CudaCallFailed.
     """
@@ -86,7 +86,9 @@ class GpuTables:
         parts = [Part(mappings[one.id].device_address, one.shard.row_start, one.shard.row_stop) for one in held]
         everything = sum(part.stop - part.start for part in parts) == info.geometry.rows
         if len(info.segments) > 1 and not everything:
-            raise MalformedMessage(problem=f"{len(held)} segments that are not all of layer {info.geometry.layer_id}")
+            raise MalformedMessage(
+                problem=f"{len(info.segments)} segments that are not all of layer {info.geometry.layer_id}"
+            )
         rows = GpuRows(
             self._kernels,
             parts,

@@ -1,6 +1,6 @@
 /* The loop of engram_server/device_pump.py: from a file in the page cache through small pieces of pinned memory
-   to a GPU. Small, because what fits a core's cache is read much faster, and the GPU then fetches it from there;
-   hence here, without the interpreter lock, which 16 threads with a piece every 20 microseconds would wait for.
+   to a GPU. Small, so that all of them stay in the processor's caches between the read and the GPU's fetch; hence
+   here, without the interpreter lock, which 16 threads that together move a piece every 20 microseconds would wait for.
 
    The driver is asked as little as can be: all threads of a process wait for one lock in it, and cuStreamSynchronize
    for each piece cost a tenth of the link's rate. So after each copy the GPU itself writes into pinned memory that the
@@ -33,12 +33,12 @@ typedef int (*Query)(void *stream);
 enum {
     MOST_SLOTS = 64,
     NOT_READY = 600,     /* CUDA_ERROR_NOT_READY */
-    TURNS_TO_LOOK = 256, /* then other threads get the core, which there may be too few of */
-    ASK_AFTER_NS = 500000 /* longer than a copy takes as a rule: only of one that failed is there never a mark */
+    TURNS_TO_LOOK = 256,  /* at the clock; and other threads get the core, for there may be too few of them */
+    ASK_AFTER_NS = 500000 /* some 20 copies: of one that failed there is never a mark */
 };
 
-/* Of a slot, in pinned memory: how many copies were started, and how many the GPU says it has done. Their numbers go on
-   from one call to the next. */
+/* Of a slot, in pinned memory: how many of its copies the GPU says are done, and how many were started. The numbers go
+   on from one call to the next. */
 typedef struct {
     _Atomic uint32_t fetched;
     uint32_t sent;

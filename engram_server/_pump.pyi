@@ -18,10 +18,12 @@ def pump(
 
     slots: 1 to 64 pieces of `slot_bytes` each, of no other thread. copy, mark, query: addresses of
     cuMemcpyHtoDAsync_v2, cuStreamWriteValue32_v2 and cuStreamQuery, called in the context of this thread; all 0:
-    nothing is copied, which measures reading alone. Reads that are short or interrupted are continued. A slot that is
-    still to be fetched is watched, by a core that does nothing else and yields it every few microseconds.
+    nothing is copied, which measures reading alone. Reads that are short or interrupted are continued. A thread whose
+    next slot is still to be fetched watches its tally, yields its core every few microseconds, and asks the driver
+    every half millisecond whether something has failed.
 
-    Returns how it ended, where in the file (the bytes before are read, and their copies started), and a code:
+    Returns how it ended, where in the file (the bytes before are read; of those in a slot that was not filled, no copy
+    was started), and a code:
 
         ("done", offset + nbytes, 0)
         ("end", at, 0)         the file ends there
@@ -29,5 +31,5 @@ def pump(
         ("copy", at, code)     the CUresult of the call; so too for "mark"
         ("wait", at, code)     that of something started earlier in this context, perhaps by another thread
 
-    Raises ValueError, TypeError or OverflowError for arguments that make no sense.
+    Raises ValueError, TypeError or OverflowError for a range or slots that make no sense.
     """

@@ -1,9 +1,9 @@
-"""Fills segments of one GPU at the rate of its link: from the file straight into pinned memory, and off.
+"""Fills segments of one GPU: from the file straight into pinned memory, and off.
 
 A planar segment holds its values as they lie in the file, and its scales likewise, so a fill is two long
 copies, cut into chunks where the file's offsets are multiples of the chunk: then a direct read takes exactly a
 chunk. Each thread has two slots of pinned memory and reads into one while the GPU fetches the other. A chunk
-costs a thread three calls, all of them without the interpreter lock: wait, read, start the copy. Files in the
+costs a thread few calls, all of them without the interpreter lock: wait, read, start the copy. Files in the
 page cache give their bytes faster than Python can take them: device_pump.py does the same for them in C. Nothing
 is digested here: see device_digest.py.
 
@@ -32,8 +32,9 @@ from engram_server.reader import ALIGNMENT, FileReader, Preadv
 
 SLOTS_PER_THREAD: Final = 2
 STREAMS: Final = 4
-"""For each of a thread's slots; threads share them. The driver takes milliseconds to make a stream ready at its first
-copy (`Staging.warm`), and copies from so few overlap as well as from many."""
+"""For the first slots of all threads, as many for their second ones, and so on: threads share them. The driver takes
+milliseconds to make a stream ready at its first copy (`Staging.warm`), and copies from so few overlap as well as from
+many."""
 HUGE_PAGE: Final = 2 << 20
 TALLY_BYTES: Final = 64
 """A cache line, so that no two threads watch the same."""
@@ -85,7 +86,7 @@ class Slot:
         self.mark = mark
 
     def wait(self) -> None:
-        """Until the memory may be overwritten."""
+        """Until the memory may be overwritten, and until what others had on the stream by then is done."""
         if self._busy:
             self._driver.stream_synchronize(self.stream)
             self._busy = False

@@ -1,9 +1,10 @@
-"""Fills segments of one GPU from files in the page cache, at the rate of its link: device_fill.py's loop in C.
+"""Fills segments of one GPU from files in the page cache: device_fill.py's loop in C, at three quarters of the link's
+rate and more.
 
-What limits such a load is the machine's memory, unless the pieces are so small that they stay in a core's cache
-between the read and the GPU's fetch. Threads of Python would wait for the interpreter lock at such a pace. So a
-thread takes a long item of a file at a time, and _pump.c moves it piece by piece without that lock, and without asking
-the driver when a piece has arrived: threads that wait watch what the GPU writes then.
+What limits such a load is the machine's memory, unless the pieces are so small that they stay in the processor's
+caches between the read and the GPU's fetch. Threads of Python would wait for the interpreter lock at such a pace. So a
+thread takes a long item of a file at a time, and _pump.c moves it piece by piece without that lock, and as a rule
+without asking the driver when a piece has arrived: threads that wait watch what the GPU writes then.
 
 Without the C helper (`NATIVE` false; `ENGRAM_PURE=1` in the environment forces it) device_fill.py does the same,
 with larger chunks and slower.

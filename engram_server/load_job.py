@@ -21,8 +21,8 @@ DEVICE_CHUNK_BYTES = 8 << 20
 """Bytes read and copied at a time for GPU memory: at 50 GB/s a process does 6,000 of these a second, and each
 must cost it little beside the copy."""
 DEVICE_SLOT_BYTES = 1 << 20
-"""The same for GPU memory out of the page cache, in C: a thread's slots fit its core's second cache, so that
-neither the reads nor the GPU's wait for memory."""
+"""The same for GPU memory out of the page cache, in C: all threads' slots fit the processor's caches, so that neither
+the reads nor the GPU's wait for memory."""
 DEVICE_SLOTS = 2
 """Slots a thread: it reads into one while the GPU fetches the others."""
 DIRECT_CHUNK_BYTES = 4 << 20
