@@ -21,7 +21,7 @@ from typing import Final
 
 from engram_client.cuda.driver import CopyCalls, Driver
 from engram_client.errors import EngramError
-from engram_server.device_fill import Chunk, Slot, Staging, address_of, cut_files
+from engram_server.device_fill import Chunk, Staging, address_of, cut_files
 from engram_server.device_target import DeviceTarget
 from engram_server.fill import run_threads
 from engram_server.load_job import LoadJob
@@ -70,10 +70,11 @@ def fill(
 
     def work(chunks: Iterator[Chunk], stop: threading.Event) -> None:
         slots, readers = staging.slots(), open_readers(job)
+        addresses = tuple((address_of(slot.view), slot.stream, slot.tally, slot.mark) for slot in slots)
         try:
             with driver.context(ordinal):
                 for chunk in chunks:
-                    _move(chunk, readers[chunk.scales][chunk.table], slots, piece, calls)
+                    _move(chunk, readers[chunk.scales][chunk.table], addresses, piece, calls)
                     if job.drop_cache:
                         readers[chunk.scales][chunk.table].drop(chunk.start, chunk.nbytes)
                     on_done(chunk.nbytes)
@@ -105,13 +106,15 @@ def open_readers(job: LoadJob) -> tuple[list[FileReader], list[FileReader]]:
     return values, scales
 
 
-def _move(chunk: Chunk, reader: FileReader, slots: Sequence[Slot], piece: int, calls: CopyCalls) -> None:
+def _move(
+    chunk: Chunk, reader: FileReader, slots: tuple[tuple[int, int, int, int], ...], piece: int, calls: CopyCalls
+) -> None:
     outcome, at, code = _pump.pump(
         reader.fd,
         reader.extent.offset + chunk.start,
         chunk.nbytes,
         chunk.address,
-        tuple((address_of(slot.view), slot.stream, slot.tally, slot.mark) for slot in slots),
+        slots,
         piece,
         calls.copy,
         calls.mark,

@@ -24,9 +24,9 @@ from engram_client.errors import CudaCallFailed
 from tests.support.fake_machinery import driver_call, fail, is_mapped
 from tests.support.fake_vmm import PAGE, FakeVmm
 
-_COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
-_MARK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
-_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
+MARK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
+QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
 NOT_READY = 600
 FIRST_CODE = 1000
 """Of the errors that C functions answer by number."""
@@ -45,9 +45,9 @@ class FakeDriver(FakeVmm):
         super().__init__()
         self._errors: list[BaseException] = []
         self._callbacks = (
-            _COPY(self._coded(self.copy_to_device_async)),
-            _MARK(self._coded(self.stream_write_value)),
-            _QUERY(self._coded(self.stream_query)),
+            COPY(self._coded(self.copy_to_device_async)),
+            MARK(self._coded(self.stream_write_value)),
+            QUERY(self._coded(self.stream_query)),
         )
 
     # Registered host memory

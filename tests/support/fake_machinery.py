@@ -69,6 +69,11 @@ def calls_in(log: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def kernels_in(log: Path | str) -> list[str]:
+    """The names of the kernels that were launched."""
+    return [event["args"][0].split("'")[1] for event in calls_in(log) if event["call"] == "cuLaunchKernel"]
+
+
 def fail(call: str, name: str, meaning: str = "the fake driver says so") -> CudaCallFailed:
     return call_failed(call, f"CUDA_ERROR_{name}", meaning)
 

@@ -37,7 +37,7 @@ from tests.support import fake_runtime
 from tests.support.asking import Asking, hashed_ids, starts_of
 from tests.support.daemon import Daemon, running, wait_until
 from tests.support.fake_driver import FakeDriver
-from tests.support.fake_machinery import calls_in
+from tests.support.fake_machinery import calls_in, kernels_in
 from tests.support.fake_runtime import FAKE, on_fake
 from tests.support.ranks import RankFailed, run_ranks
 from tests.support.reference import CheckpointReference
@@ -287,10 +287,9 @@ def use_large_batches(rank: int, world_size: int, endpoint: str, checkpoint: str
     expected = reference.rows(1, ids.numpy()).view(np.int16)
 
     def kernels(ask: Callable[[], torch.Tensor]) -> list[str]:
-        before = len(calls_in(log))
+        before = len(kernels_in(log))
         assert np.array_equal(ask().view(torch.int16).numpy(), expected)
-        events = calls_in(log)[before:]
-        return [event["args"][0].split("'")[1] for event in events if event["call"] == "cuLaunchKernel"]
+        return kernels_in(log)[before:]
 
     with connect(endpoint, rank=0, world_size=1, device="cuda:0") as client:
         table = client.table(1)
@@ -325,8 +324,7 @@ def read_large_batches(rank: int, world_size: int, endpoint: str, checkpoint: st
         table = client.table(1)
         for rows in (table.lookup(ids), table.prefetch(ids).wait()):
             assert np.array_equal(rows.view(torch.int16).numpy(), expected)
-        kernels = [event["args"][0].split("'")[1] for event in calls_in(log) if event["call"] == "cuLaunchKernel"]
-        return table.local.memory.value, kernels  # type: ignore[attr-defined]
+        return table.local.memory.value, kernels_in(log)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("backing", ["memfd", "cuda_host"])

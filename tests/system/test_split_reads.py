@@ -17,7 +17,7 @@ from engram_client import connect
 from engram_client.errors import EngramError, GroupInvalid, InvalidIds
 from tests.support.asking import Asking, hashed_ids
 from tests.support.daemon import Daemon, running
-from tests.support.fake_machinery import calls_in
+from tests.support.fake_machinery import kernels_in
 from tests.support.fake_runtime import FAKE, on_fake
 from tests.support.ranks import run_ranks
 from tests.support.reference import CheckpointReference
@@ -56,9 +56,9 @@ def launches(rank: int, world_size: int, endpoint: str, checkpoint: str, log: st
     reference = CheckpointReference(Path(checkpoint))
 
     def kernels() -> list[str]:
-        events = calls_in(log)
+        launched = kernels_in(log)
         os.truncate(log, 0)
-        return [event["args"][0].split("'")[1] for event in events if event["call"] == "cuLaunchKernel"]
+        return launched
 
     found = []
     with connect(endpoint, rank=rank, world_size=world_size, device=f"cuda:{rank}", split_reads=True) as client:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engram_server import device_pump
+from tests.support.fake_driver import COPY, MARK, NOT_READY, QUERY
 
 if not device_pump.NATIVE:
     pytest.skip("the extension is not built", allow_module_level=True)
@@ -27,10 +28,6 @@ from engram_server._pump import pump
 
 pytestmark = pytest.mark.timeout(method="thread")  # no signal reaches a thread that waits in C
 
-COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
-MARK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
-QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
-NOT_READY = 600
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).parents[1] / "support" / "short_reads.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -135,21 +132,23 @@ def file() -> Iterator[int]:
 
 
 @given(
+    prompt=st.booleans(),
     size=st.integers(1, 70_000),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     slots=st.integers(1, 5),
     slot_bytes=st.sampled_from([1, 7, 1000, 4096, 65536]),
 )
 def test_every_byte_arrives_once_through_the_slots_in_turn(
-    size: int, cut: tuple[float, float], slots: int, slot_bytes: int
+    prompt: bool, size: int, cut: tuple[float, float], slots: int, slot_bytes: int
 ) -> None:
-    size = min(size, 40 * slot_bytes)  # each of them is waited for until the driver is asked
+    size = min(size, (200 if prompt else 40) * slot_bytes)  # else each is waited for until the driver is asked
     start, stop = sorted(round(share * size) for share in cut)
     raw = os.urandom(size)
     fd = os.memfd_create("pumped")
     try:
         os.pwrite(fd, raw, 0)
         gpu = Gpu(slots, slot_bytes)
+        gpu.prompt = prompt
         assert gpu.pump(fd, start, stop - start) == ("done", stop, 0)
     finally:
         os.close(fd)
@@ -159,7 +158,8 @@ def test_every_byte_arrives_once_through_the_slots_in_turn(
         end = start + target - TARGET + nbytes
         assert end % slot_bytes == 0 or end == stop
         assert gpu.calls[gpu.calls.index(copies[index]) + 1] == ("mark", stream)
-    assert gpu.counts["query"] == max(0, len(copies) - slots), "the driver is asked once, and then the mark is there"
+    waits = 0 if prompt else max(0, len(copies) - slots)
+    assert gpu.counts["query"] == waits, "the driver is asked once, and then the mark is there"
     assert gpu.content() == raw[start:stop]
 
 
@@ -321,33 +321,38 @@ def test_reads_that_are_short_or_interrupted_are_continued_and_an_io_error_ends_
     assert content[:50_000] == raw[7:50_007]
 
 
+ALL_CALLS = {"copy": 1, "mark": 1, "query": 1}
+
+
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "error", "says"),
     [
-        {"offset": -1},
-        {"nbytes": -1},
-        {"slot_bytes": 0},
-        {"slots": ()},
-        {"slots": ((1, 0, 0, 0),) * 65},
-        {"slots": (1,)},
-        {"slots": ((1, 2, 3),)},
-        {"slots": ((-1, 0, 0, 0),)},
-        {"slots": ((2**64, 0, 0, 0),)},
-        {"slots": (("1", 0, 0, 0),)},
-        {"copy": 1, "mark": 1, "query": 1, "slots": ((1, 0, 0, 8),)},
-        {"copy": 1, "mark": 1, "query": 1, "slots": ((1, 0, 8, 0),)},
-        {"copy": 1, "mark": 1, "query": 1, "slots": ((1, 0, 10, 8),)},
-        {"copy": 1, "mark": 1, "query": 1, "slots": ((1, 0, 8, 6),)},
-        {"copy": 1},
-        {"copy": 1, "mark": 1},
-        {"offset": 2**63 - 1},
+        ({"offset": -1}, ValueError, "a range of a file is needed"),
+        ({"nbytes": -1}, ValueError, "a range of a file is needed"),
+        ({"slot_bytes": 0}, ValueError, "a range of a file is needed"),
+        ({"offset": 2**63 - 1}, ValueError, "a range of a file is needed"),
+        ({"copy": 1}, ValueError, "all three calls or none"),
+        ({"copy": 1, "mark": 1}, ValueError, "all three calls or none"),
+        ({"slots": ()}, ValueError, "1 to 64 slots are needed"),
+        ({"slots": ((1, 0, 0, 0),) * 65}, ValueError, "1 to 64 slots are needed"),
+        ({"slots": (1,)}, TypeError, "four addresses"),
+        ({"slots": ((1, 2, 3),)}, TypeError, "four addresses"),
+        ({"slots": (("1", 0, 0, 0),)}, TypeError, "int"),
+        ({"slots": ((-1, 0, 0, 0),)}, OverflowError, "int"),
+        ({"slots": ((2**64, 0, 0, 0),)}, OverflowError, "int"),
+        (ALL_CALLS | {"slots": ((1, 0, 0, 8),)}, ValueError, "a tally is needed"),
+        (ALL_CALLS | {"slots": ((1, 0, 8, 0),)}, ValueError, "a tally is needed"),
+        (ALL_CALLS | {"slots": ((1, 0, 10, 8),)}, ValueError, "a tally is needed"),
+        (ALL_CALLS | {"slots": ((1, 0, 8, 6),)}, ValueError, "a tally is needed"),
     ],
     ids=str,
 )
-def test_arguments_that_make_no_sense_are_refused(file: int, changed: dict[str, Any]) -> None:
+def test_arguments_that_make_no_sense_are_refused(
+    file: int, changed: dict[str, Any], error: type[Exception], says: str
+) -> None:
     sensible = {"offset": 0, "nbytes": 1, "target": 0, "slots": ((1, 0, 0, 0),), "slot_bytes": 1}
     given_ = {**sensible, "copy": 0, "mark": 0, "query": 0, **changed}
-    with pytest.raises((ValueError, TypeError, OverflowError)):
+    with pytest.raises(error, match=says):
         pump(file, *given_.values())
 
 
